@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from timing import Stopwatch
 
-import envs  # noqa: F401 - registers the environments
-import visual_envs  # noqa: F401
+import ragen_pl.envs
+import ragen_pl.visual_envs  # noqa: F401
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine, generate
 from ragen_pl.engines.vllm.engine import VLLMEngine
@@ -205,10 +205,8 @@ def image_inputs(bundle: ModelBundle, prompts: list[Prompt]) -> dict[str, Any]:
     if bundle.images is None:
         return {}
     inputs: dict[str, Any] = bundle.images.inputs([prompt.images for prompt in prompts])
-    if bundle.facts.token_types is not None:
-        ids = np.stack([prompt.ids for prompt in prompts])
-        inputs[bundle.facts.token_types] = torch.from_numpy(ids == bundle.image_token_id).long()
-    return inputs
+    ids = torch.from_numpy(np.stack([prompt.ids for prompt in prompts]))
+    return inputs | bundle.images.token_types(ids, shown=True)
 
 
 @torch.inference_mode()

@@ -20,11 +20,10 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-import envs
-import visual_envs
-from envs.frozen_lake import FrozenLake
-from envs.policies import RandomPolicy
+from ragen_pl import envs, visual_envs
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.envs.frozen_lake import FrozenLake
+from ragen_pl.envs.policies import RandomPolicy
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
@@ -106,8 +105,8 @@ class Waiting(FrozenLake):
 
 WORKED = {
     "waits 5 ms": f"{Path(__file__).stem}.Waiting",
-    "text": "envs:ragen/FrozenLake-v0",
-    "images": "visual_envs:ragen/FrozenLakeVisual-v0",
+    "text": "ragen_pl.envs:ragen/FrozenLake-v0",
+    "images": "ragen_pl.visual_envs:ragen/FrozenLakeVisual-v0",
 }
 WAYS: dict[str, dict[str, Any]] = {
     "one thread": {"workers": 1},

@@ -33,8 +33,7 @@ from received_bytes import received_in
 from rich.console import Console
 from rich.table import Table
 
-import visual_envs  # noqa: F401
-from envs.policies import OptimalPolicy
+import ragen_pl.visual_envs  # noqa: F401
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.callbacks.reasoning_probe import first_thoughts
 from ragen_pl.data.ahead import RolloutAhead
@@ -42,6 +41,7 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.distributed import gather_over_ranks, packed_on_host
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.envs.policies import OptimalPolicy
 from ragen_pl.models.build import build_small_vlm
 from ragen_pl.modules.masking import TokenMasks, keep_top_entropy
 from ragen_pl.prompts.context import ContextManager

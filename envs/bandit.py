@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Environment, Observation, Probability, Reward, checked_arguments
+from .base import TEXT_CHARSET, Environment, Observation, Probability, Reward, checked_arguments
 
 
 class BanditNames(StrEnum):
@@ -89,6 +89,8 @@ class Bandit(Environment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     instructions = (
         "There are two arms and you pull one of them, once. One arm is safe: it always pays the "

@@ -13,7 +13,7 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Environment, Observation, checked_arguments
+from .base import TEXT_CHARSET, Environment, Observation, checked_arguments
 
 ARM_NAMES = ("Red", "Blue", "Green", "Yellow", "White", "Black", "Pink", "Gray")
 _MAX_ARMS = 8  # one for each name
@@ -55,6 +55,8 @@ class BanditMemory(Environment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     @checked_arguments
     def __init__(

@@ -55,6 +55,10 @@ class Environment(gymnasium.Env[Observation, Any]):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (typed so by gymnasium)
+    needs_trust: ClassVar[tuple[str, ...]]
+    """Constructor arguments whose texts can make an environment start a process, import a module, open a
+    file or connect, such as `("id", "settings")`. Each class has its own; a file of somebody else may not set them."""
+
     option_names: ClassVar[tuple[str, ...]] = ()
     """Keys accepted by `reset(options=...)`."""
 

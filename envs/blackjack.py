@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Environment, Observation, checked_arguments
+from .base import TEXT_CHARSET, Environment, Observation, checked_arguments
 
 HIT, STAND = 0, 1
 # an endless deck: ace to nine once in thirteen each, ten four times
@@ -41,12 +41,15 @@ class Blackjack(Environment):
     `success`: a win. `action_is_effective`: always true.
 
     ## Trivial Policies
-    Always Stand has success at most 0.45 and return at most -0.05, always Hit and random play less: chance decides most
-    hands, and the best policy has success 0.44 and return -0.05 in the long run.
+    Chance decides most hands: over 512 hands, drawing below 13, whatever the dealer shows, has success at most 0.45
+    and return at most 0.02, and so has always Stand; always Hit and random play have less. In the long run the best
+    policy has success 0.43 and return -0.05, drawing below 13 has 0.41 and -0.10.
 
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     action_names = ("Hit", "Stand")
     frequent_words = ("you", "hard", "soft", "dealer", "ace", "of", "lose", *action_names)

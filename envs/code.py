@@ -11,7 +11,7 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.base import (
+from .base import (
     PRINTABLE,
     Count,
     Environment,
@@ -20,8 +20,8 @@ from envs.base import (
     Reward,
     checked_arguments,
 )
-from envs.sandbox.client import ENDINGS, SANDBOX, check_sandbox
-from envs.specifications import Kind, Specification, Value, draw_specification, draw_task
+from .sandbox.client import ENDINGS, SANDBOX, check_sandbox
+from .specifications import Kind, Specification, Value, draw_specification, draw_task
 
 _FENCED = re.compile(r"\s*```(?:python)?\n(.*?)```\s*", re.DOTALL)
 # of a result that is shown
@@ -54,6 +54,8 @@ class Code(Environment):
     - `attempts`, `attempt_cost`: see Episode End and Rewards.
     - `described_fraction`: fraction of functions described in words; others have to be found from the examples.
     """
+
+    needs_trust = ()
 
     instructions = (
         "You write a Python function f(x) of one argument. You are told what it does with x, step by step, and see "

@@ -11,7 +11,7 @@ from annotated_types import Interval
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import (
+from .base import (
     MAX_GRID,
     MOVES,
     TEXT_CHARSET,
@@ -26,7 +26,7 @@ from envs.base import (
     check_number,
     checked_arguments,
 )
-from envs.frozen_lake_map import (
+from .frozen_lake_map import (
     FrozenLakeMap,
     action_values,
     draw_map,
@@ -35,7 +35,7 @@ from envs.frozen_lake_map import (
     read_map,
     walk_distance,
 )
-from envs.frozen_lake_text import (
+from .frozen_lake_text import (
     SIGNS,
     FrozenLakeStyle,
     describe_state,
@@ -100,6 +100,8 @@ class FrozenLake(Environment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     action_names = MOVES
     option_names = ("size", "min_distance", "max_distance", "min_detour", "layout")

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from envs.base import MOVES, Symbols
-from envs.frozen_lake_map import FrozenLakeMap, neighbors
+from .base import MOVES, Symbols
+from .frozen_lake_map import FrozenLakeMap, neighbors
 
 Grid = tuple[str, str, str, str, str, str]
 

@@ -11,7 +11,7 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.base import MOVES, TEXT_CHARSET, Environment, Observation, Reward, checked_arguments
+from .base import MOVES, TEXT_CHARSET, Environment, Observation, Reward, checked_arguments
 
 Rows = tuple[tuple[int, ...], ...]
 """Exponents of the tiles, row by row; 0 is an empty cell."""
@@ -52,6 +52,8 @@ class Game2048(Environment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     action_names = MOVES
     option_names = ("target",)

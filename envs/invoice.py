@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Interval
 
-from envs.base import Probability, Reward, checked_arguments
-from envs.tools import CALL_WORDS, ToolEnvironment, call_text, tool
+from .base import Probability, Reward, checked_arguments
+from .tools import CALL_WORDS, ToolEnvironment, call_text, tool
 
 ITEMS = ("lamp", "desk", "chair", "book", "shirt", "cable")
 FIELDS = ("count", "price", "sum", "item")
@@ -67,6 +67,8 @@ class Invoice(ToolEnvironment):
     - `short_fraction`: fraction of lines of which less was delivered than ordered, which is no error of the invoice.
     - `false_accept`, `read_cost`: see Rewards.
     """
+
+    needs_trust = ()
 
     rules = (
         "You check an invoice. Open the order, the delivery note and the invoice. The invoice is right if it bills "

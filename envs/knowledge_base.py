@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Interval
 
-from envs.base import Probability, checked_arguments
-from envs.tools import CALL_WORDS, ToolEnvironment, ToolError, call_text, tool
-from envs.wiki import (
+from .base import Probability, checked_arguments
+from .tools import CALL_WORDS, ToolEnvironment, ToolError, call_text, tool
+from .wiki import (
     AMENDABLE,
     AMOUNTS,
     CITIES,
@@ -48,6 +48,8 @@ class KnowledgeBase(ToolEnvironment):
     - `notes`: number of meeting notes. `amended_fraction`: fraction of questions about a fact that notes have changed.
     - `results`: number of pages that a search shows.
     """
+
+    needs_trust = ()
 
     rules = (
         "You answer a question from a company's wiki. It has a page for each person, team, project and contract "

@@ -11,7 +11,7 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.base import TEXT_CHARSET, Environment, Observation, checked_arguments
+from .base import TEXT_CHARSET, Environment, Observation, checked_arguments
 
 State = bytes
 """Color of each of the 24 stickers."""
@@ -58,6 +58,8 @@ class PocketCube(Environment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     action_names = TURNS
     frequent_words = (

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 
-from envs.base import Probability, checked_arguments
+from .base import Probability, checked_arguments
 
 
 class ScriptedPolicy(Protocol):
@@ -36,6 +36,8 @@ class BasePolicy(StrEnum):
 class RandomPolicy:
     """Uniform policy."""
 
+    needs_trust = ()
+
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
         """Return an action drawn uniformly, of free texts one that the environment draws."""
         return random_action(env, rng)
@@ -43,6 +45,8 @@ class RandomPolicy:
 
 class OptimalPolicy:
     """Optimal policy, given by the environment's `optimal_action`."""
+
+    needs_trust = ()
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
         """Return an optimal action. `rng` breaks ties."""
@@ -56,6 +60,8 @@ class NoisyPolicy:
         noise: Probability of a uniform action.
         base: Base policy: "optimal", or "blind" if the environment has a `blind_action`.
     """
+
+    needs_trust = ()
 
     @checked_arguments
     def __init__(self, *, noise: Probability = 0.85, base: BasePolicy = BasePolicy.BLIND) -> None:

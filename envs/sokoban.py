@@ -9,7 +9,7 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.base import (
+from .base import (
     MAX_GRID,
     MOVES,
     TEXT_CHARSET,
@@ -23,8 +23,8 @@ from envs.base import (
     check_number,
     checked_arguments,
 )
-from envs.sokoban_rules import Room, State, draw_start, fewest_pushes, move, shortest_way
-from envs.sokoban_text import (
+from .sokoban_rules import Room, State, draw_start, fewest_pushes, move, shortest_way
+from .sokoban_text import (
     SIGNS,
     coordinates_text,
     describe_state,
@@ -92,6 +92,8 @@ class Sokoban(Environment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     action_names = MOVES
     option_names = ("size", "min_pushes", "max_pushes", "layout")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from envs.base import bits
+from .base import bits
 
 MAX_STATES = 4_000
 _ROOM_TRIES = 500

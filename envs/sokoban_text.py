@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from envs.base import MOVES, Symbols, TextStyle, bits, cells_text
-from envs.sokoban_rules import Room, State, inner_cells, shift, steps
+from .base import MOVES, Symbols, TextStyle, bits, cells_text
+from .sokoban_rules import Room, State, inner_cells, shift, steps
 
 
 class Signs(NamedTuple):

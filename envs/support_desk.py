@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Interval
 
-from envs.base import Probability, Reward, checked_arguments
-from envs.support_desk_policy import (
+from .base import Probability, Reward, checked_arguments
+from .support_desk_policy import (
     CITIES,
     CUSTOMERS,
     ITEMS,
@@ -31,7 +31,7 @@ from envs.support_desk_policy import (
     refund_amount,
     wanted_change,
 )
-from envs.tools import ToolEnvironment, ToolError, call_text, tool
+from .tools import ToolEnvironment, ToolError, call_text, tool
 
 # draws of an order until its verdict is the wanted one, and of policies, of which some forbid nothing
 _DRAWS = 30
@@ -62,6 +62,8 @@ class SupportDesk(ToolEnvironment):
     - `wrong_cost`: see Rewards.
     - `lie_fraction`: fraction of requests in which the customer gives a day, which may be wrong.
     """
+
+    needs_trust = ()
 
     rules = (
         "You work at a support desk. The policy comes first, then the customer's request. Find the order, check "

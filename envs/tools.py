@@ -17,7 +17,7 @@ from gymnasium import spaces
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from envs.base import PRINTABLE, Environment, Observation
+from .base import PRINTABLE, Environment, Observation
 
 Method = TypeVar("Method", bound=Callable[..., Observation])
 _MARK = "_is_tool"

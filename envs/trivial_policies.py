@@ -7,6 +7,7 @@ every request. The class docstring of each environment says what they earn at mo
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Sequence
 from enum import StrEnum
@@ -15,9 +16,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from envs.base import checked_arguments
-from envs.support_desk_policy import MOVED, REFUNDED, REFUSED, Rule
-from envs.tools import call_text
+from .base import checked_arguments
+from .blackjack import HIT, STAND, total
+from .support_desk_policy import MOVED, REFUNDED, REFUSED, Rule
+from .tools import call_text
 
 
 class Choice(StrEnum):
@@ -39,6 +41,8 @@ class Verdict(StrEnum):
 class NoAnswer:
     """Policy whose responses have no valid action."""
 
+    needs_trust = ()
+
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Return an empty answer."""
         return ""
@@ -51,6 +55,8 @@ class Constant:
         action: name or index of an action, or a free text. Its fields in braces are numbers of the question: for
             `reach 8 with 2 3 3`, `{1} + {2}` stands for `2 + 3`.
     """
+
+    needs_trust = ()
 
     def __init__(self, *, action: str | int) -> None:
         self.action = action
@@ -69,6 +75,8 @@ class Cycle:
             nevertheless.
     """
 
+    needs_trust = ()
+
     def __init__(self, *, actions: Sequence[str], otherwise: Sequence[str] | None = None) -> None:
         self.actions, self.otherwise = list(actions), otherwise
 
@@ -85,6 +93,8 @@ class Cycle:
 
 class GrantAll:
     """Clerk at the support desk who grants every request, whatever the policy forbids."""
+
+    needs_trust = ()
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Find the order, ask for a code that the policy names, change the database, and tell the outcome."""
@@ -109,6 +119,8 @@ class GrantAll:
 class RefuseAll:
     """Clerk at the support desk who refuses every request by the first rule of the policy that concerns it."""
 
+    needs_trust = ()
+
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Find the order, ask for a code that the policy names, and refuse."""
         desk: Any = env.unwrapped
@@ -128,6 +140,8 @@ class Buy:
     Args:
         choice: result to buy: the cheapest, the dearest, the best rated or the first one below the advertisement.
     """
+
+    needs_trust = ()
 
     @checked_arguments
     def __init__(self, *, choice: Choice = Choice.CHEAPEST) -> None:
@@ -161,6 +175,8 @@ class Decide:
         field: the wrong field to name in a refusal, of the first item of the invoice.
     """
 
+    needs_trust = ()
+
     @checked_arguments
     def __init__(self, *, verdict: Verdict, field: str = "count") -> None:
         self.verdict, self.field = verdict, field
@@ -178,6 +194,8 @@ class Decide:
 class ReadOne:
     """Reader of the knowledge base who opens the first result of one search, and answers from it."""
 
+    needs_trust = ()
+
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Search for the entity, read the first result, and answer with its value of the relation asked for."""
         reader: Any = env.unwrapped
@@ -194,10 +212,68 @@ class ReadOne:
 class CountUp:
     """Policy that guesses the numbers 1, 2, 3 and so on."""
 
+    needs_trust = ()
+
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Return the next number."""
         environment: Any = env.unwrapped
         return f"[{environment.steps + 1}]"
+
+
+class HitBelow:
+    """Blackjack player who draws below a sum and stands from it on, whatever the dealer shows.
+
+    Args:
+        total: the sum.
+    """
+
+    needs_trust = ()
+
+    def __init__(self, *, total: int) -> None:
+        self.total = total
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
+        """Return Hit or Stand."""
+        game: Any = env.unwrapped
+        return HIT if total(game.card_sum, game.has_ace) < self.total else STAND
+
+
+class FillRows:
+    """Player of a small Sudoku who writes the numbers that a row lacks into its empty cells, in ascending order.
+
+    Columns and blocks are not looked at. A row with one empty cell is right.
+    """
+
+    needs_trust = ()
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Return the grid."""
+        environment: Any = env.unwrapped
+        rows = re.findall(r"[0-4](?: [0-4]){3}", environment.render())
+        return "\n".join(map(self._filled, rows))
+
+    @staticmethod
+    def _filled(row: str) -> str:
+        missing = iter(number for number in "1234" if number not in row)
+        return " ".join(next(missing, "1") if cell == "0" else cell for cell in row.split())
+
+
+class ProductAndRest:
+    """Player of Countdown who multiplies two numbers, then adds or subtracts the third, if that reaches the target."""
+
+    needs_trust = ()
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Return the first such expression that reaches the target, or else the first one."""
+        environment: Any = env.unwrapped
+        target, *numbers = map(int, re.findall(r"\d+", environment.render()))
+        expressions = [
+            (f"{a} * {b} {'+' if sign > 0 else '-'} {c}", a * b + sign * c)
+            for a, b, c in itertools.permutations(numbers, 3)
+            for sign in (1, -1)
+        ]
+        found = (text for text, value in expressions if value == target)
+        return next(found, expressions[0][0])
 
 
 def _order(desk: Any, request: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from annotated_types import Interval
 
-from envs.base import Probability, Reward, checked_arguments
-from envs.tools import ToolEnvironment, ToolError, call_text, tool
-from envs.wiki import words
+from .base import Probability, Reward, checked_arguments
+from .tools import ToolEnvironment, ToolError, call_text, tool
+from .wiki import words
 
 T = TypeVar("T")
 KINDS = ("shirt", "coat", "hat", "belt", "shoes", "gloves")
@@ -105,6 +105,8 @@ class WebShop(ToolEnvironment):
     - `products`: number of products. `results`: number of results that a search shows.
     - `wrong_cost`, `partial`: see Rewards.
     """
+
+    needs_trust = ()
 
     rules = (
         "You buy one product in a web shop for a customer, who says what it has to be. Search for it by words: its "

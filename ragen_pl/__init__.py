@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ragen_pl import former_names
+
 if TYPE_CHECKING:
     from ragen_pl.api import train
 
 __all__ = ["train"]
 __version__ = "0.1.0"
+former_names.install()
 
 
 def __getattr__(name: str) -> Any:

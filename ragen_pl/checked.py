@@ -13,6 +13,23 @@ from ragen_pl.constraints import shown, validated
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def needs_trust(*arguments: str) -> Callable[[Function], Function]:
+    """Return a decorator that declares what files of somebody else may not set for a function.
+
+    A class that settings may name has it as an attribute, `needs_trust = ("command",)`. Both are read from source
+    (`ragen_pl.config.signatures.declared_trust`), and a class or function without one is refused in such files.
+
+    Args:
+        arguments: names of arguments, or patterns of the dotted names in them, whose texts can make it start a process,
+            import a module, open a file or send something; `*` for the whole function. None for one that can't.
+    """
+
+    def same(function: Function) -> Function:
+        return function
+
+    return same
+
+
 def checked(target: Function) -> Function:
     """Return a dataclass, function or constructor whose arguments are held against their annotations.
 

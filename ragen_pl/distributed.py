@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from ragen_pl.error_text import named_error
+
 T = TypeVar("T")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -207,7 +209,7 @@ def sendable(error: ErrorT) -> ErrorT | RuntimeError:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(named_error(error))
     return error
 
 

@@ -31,7 +31,7 @@ from ragen_pl.run.tracking import check_reachable, tracking_uri
 _OPTIONAL = {
     "peft": ("LoRA", "pip install 'ragen_pl[lora]'"),
     "gguf": ("ragen_pl.import_gguf", "pip install 'ragen_pl[gguf]'"),
-    "openai": ("endpoint=openai", "pip install 'ragen_pl[openai]'"),
+    "openai": ("endpoint=openai", "pip install openai"),
     "minigrid": ("env=babyai", "pip install 'ragen_pl[minigrid]'"),
     "reasoning-gym": ("env=countdown", "pip install 'ragen_pl[reasoning]'"),
     "resvg-py": ("env=svg", "pip install 'ragen_pl[svg]'"),

@@ -22,10 +22,10 @@ def main() -> None:
         @early_end_heard
         @hydra_main("fit")
         def run(cfg: DictConfig) -> float | None:
-            """Run the job of the config and return the success on the validation set, the objective of sweeps."""
+            """Run the job of the config and return its objective, the success on the validation set."""
             from ragen_pl.api import train_config
 
-            return train_config(cfg).metrics.get("val/success")
+            return train_config(cfg).objective
 
         run()
 

@@ -36,6 +36,8 @@ class MuonAdamW(Optimizer):
         ValueError: A hidden weight is no matrix.
     """
 
+    needs_trust = ()
+
     def __init__(
         self,
         params: Iterable[Any],

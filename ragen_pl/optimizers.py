@@ -174,9 +174,16 @@ def parameter_groups(
     return groups
 
 
-def module_groups(module: nn.Module, name: str) -> list[ParameterGroup]:
-    """Return a module's parameters as one group of this name, with its hidden matrices as `HIDDEN`."""
-    return [{"params": module.parameters(), "name": name, HIDDEN: hidden_matrices(module)}]
+def module_groups(module: nn.Module, name: str | None = None) -> list[ParameterGroup]:
+    """Return a module's parameters as one group, with its hidden matrices as `HIDDEN`.
+
+    Args:
+        module: Module.
+        name: Name of the group and of all groups that it is split into; None for a module that is trained alone, whose
+            groups Lightning's callbacks name by number.
+    """
+    named = {} if name is None else {"name": name}
+    return [{"params": module.parameters(), HIDDEN: hidden_matrices(module), **named}]
 
 
 def build_optimizer(
@@ -190,14 +197,35 @@ def build_optimizer(
 
     Args:
         optimizer: Builds the optimizer that the config names.
-        groups: Parameter groups, each with a `name`, and those of `module_groups` with their hidden matrices; frozen
-            parameters are left out.
+        groups: Parameter groups, as `trained_groups` takes them.
         master_weights: Keep float32 copies of weights in bfloat16 or float16.
-        decay_vectors: Apply a weight decay to norms and biases too. Otherwise they become a group of their own, of the
-            same name.
+        decay_vectors: Apply a weight decay to norms and biases too.
 
     Raises:
         ValueError: Weights in float16 are to be trained.
+    """
+    groups = trained_groups(optimizer, groups, decay_vectors=decay_vectors)
+    weights = [weight for group in groups for weight in group["params"]]
+    if any(weight.dtype is torch.float16 for weight in weights):
+        raise ValueError(
+            "model.build.dtype=float16: the gradients of float16 weights underflow; set model.build.dtype=bfloat16, or "
+            "model.build.dtype=float32 and trainer.precision=16-mixed"
+        )
+    low = any(weight.dtype in LOW_PRECISION for weight in weights)
+    return MasterWeights(groups, optimizer) if low and master_weights else optimizer(groups)
+
+
+def trained_groups(
+    optimizer: OptimizerFactory, groups: Iterable[ParameterGroup], *, decay_vectors: bool = False
+) -> list[ParameterGroup]:
+    """Return the groups that an optimizer gets, in its order.
+
+    Args:
+        optimizer: Builds the optimizer that the config names.
+        groups: Parameter groups, each with a `name`, and those of `module_groups` with their hidden matrices; frozen
+            parameters are left out.
+        decay_vectors: Apply a weight decay to norms and biases too. Otherwise they become a group of their own, of the
+            same name.
     """
     hidden: set[Tensor] = set()
     trained: list[ParameterGroup] = []
@@ -206,20 +234,19 @@ def build_optimizer(
         weights = [weight for weight in group["params"] if weight.requires_grad]
         settings = {key: value for key, value in group.items() if key != HIDDEN}
         trained.append({**settings, "params": weights})
-    groups = trained
-    weights = [weight for group in groups for weight in group["params"]]
-    if any(weight.dtype is torch.float16 for weight in weights):
-        raise ValueError(
-            "model.build.dtype=float16: the gradients of float16 weights underflow; set model.build.dtype=bfloat16, or "
-            "model.build.dtype=float32 and trainer.precision=16-mixed"
-        )
     probe = optimizer([nn.Parameter(torch.zeros(1))])
     if probe.defaults.get("weight_decay") and not decay_vectors:
-        groups = [part for group in groups for part in _split(group)]
+        trained = [part for group in trained for part in _split(group)]
     if isinstance(probe, MuonAdamW):
-        groups = [part for group in groups for part in _split_hidden(group, hidden)]
-    low = any(weight.dtype in LOW_PRECISION for weight in weights)
-    return MasterWeights(groups, optimizer) if low and master_weights else optimizer(groups)
+        trained = [part for group in trained for part in _split_hidden(group, hidden)]
+        # in the order that the optimizer has them
+        trained.sort(key=lambda group: not group[HIDDEN])
+    return trained
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class as the config names it."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _split(group: ParameterGroup) -> list[ParameterGroup]:

@@ -13,6 +13,7 @@ from ragen_pl.config.errors import ConfigError, config_errors
 @hydra_main("page")
 def main(cfg: DictConfig) -> None:
     """Write the page and print its path."""
+    from ragen_pl.foreign_files import is_inside
     from ragen_pl.viewing.page import PAGE, write_page
     from ragen_pl.viewing.records import FILE, read_records
 
@@ -22,6 +23,8 @@ def main(cfg: DictConfig) -> None:
     file = file / FILE if file.is_dir() else file
     path = Path(cfg.to).expanduser().absolute() if cfg.to else file.with_name(PAGE)
     title = cfg.title or file.parent.name
+    if not is_inside(file.parent, file):
+        raise ConfigError(f"records={cfg.records}: {file} is a link that leads out of its folder")
     with config_errors(f"records={cfg.records}", hint="give records that ragen_pl has written"):
         records = list(read_records(file))
         print(write_page(records, path, title=title, images=file.parent, episodes=cfg.episodes))

@@ -18,6 +18,7 @@ import torch
 
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, is_distributed, rank
 from ragen_pl.files import atomic_write
+from ragen_pl.tensor_files import load_plain
 
 T = TypeVar("T")
 
@@ -127,7 +128,7 @@ class RankStates(Sequence[Any]):
                 f"{file}: is damaged or of another rank or checkpoint, its digest differs from the checkpoint's; "
                 "copy the folder of this checkpoint again, or resume from another one"
             )
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return load_plain(file)
 
 
 def resolved(checkpoint: Any, *, place: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,8 @@ class RunFacts:
         critic: `shared`, `own` or `none`.
         estimator: name of the estimator's class.
         standardizes: trajectories over which the estimator standardizes returns; None if it does not.
+        baseline: trajectories whose returns the estimator subtracts a mean of; None if it subtracts none.
+        whitens: whether the loss whitens advantages over tokens.
         rewards_penalized: whether a KL penalty is taken from the rewards.
         iterations_ahead: updates between the weights of a rollout and those that are trained on it.
         loss: loss of the updates.
@@ -42,6 +44,8 @@ class RunFacts:
     critic: str
     estimator: str
     standardizes: str | None
+    baseline: str | None
+    whitens: bool
     rewards_penalized: bool
     iterations_ahead: int
     loss: object
@@ -62,6 +66,22 @@ class RunFacts:
                 f"rollout.group_size=1: {type(component).__name__} compares the episodes of a group; set at least 2, "
                 f"or change {key}"
             )
+
+    def refuse_whitening(self, component: str, *, scope: str) -> NoReturn:
+        """Refuse whitening after a component that subtracts a mean return.
+
+        Args:
+            component: its class.
+            scope: trajectories whose mean it subtracts.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"algorithm.loss.whiten=true: {component} compares returns with the mean of their {scope}, so an advantage "
+            "of 0 says that there is nothing to learn; whitening subtracts a mean over tokens, which depends on the "
+            "lengths of responses, and would give such a trajectory an advantage; set algorithm.loss.whiten=false"
+        )
 
 
 @runtime_checkable

@@ -19,11 +19,11 @@ def main(cfg: DictConfig) -> None:
     """Start the server, print its address, and answer until SIGTERM or Ctrl-C."""
     from aiohttp import web
 
+    from ragen_pl.access import is_loopback
     from ragen_pl.config.settings import read_settings
     from ragen_pl.environments.calls import check_made
     from ragen_pl.environments.process import environment_maker
     from ragen_pl.environments.serving import KEY, EnvironmentServer, ServerSettings
-    from ragen_pl.serving.address import is_loopback
 
     settings, env = read_settings(ServerSettings, cfg.server), cfg.env
     key = os.environ.get(KEY) or None

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, check_packages
 from ragen_pl.config.composition import compose_overrides
+from ragen_pl.config.docstrings import description_of
 from ragen_pl.config.ending import or_exit
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.main import options_first, parsed
@@ -30,7 +31,34 @@ _OWN = ("dry_run", "slurm.")
 
 def main() -> None:
     """Submit the job of the command line. A wrong setting ends the process with one line and code 2."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage())
+        return
     or_exit(lambda: submit(sys.argv[1:]))
+
+
+def usage() -> str:
+    """Return what `--help` prints."""
+    settings = f"{SlurmSettings.__module__}.{SlurmSettings.__qualname__}"
+    keys = {
+        f"slurm.{name}": description_of(name, [settings])
+        for name in SlurmSettings.__dataclass_fields__
+    }
+    keys["dry_run"] = "true: print the job's file and submit nothing."
+    lines = [f"{key:<22}{text}" for key, text in keys.items()]
+    return "\n".join(
+        [
+            "python -m ragen_pl.submit [GROUP=OPTION …] [KEY=VALUE …]",
+            "",
+            "Train in a SLURM job: python -m ragen_pl.submit env=frozenlake_visual paths.run_dir=SHARED/run",
+            "",
+            "Keys of the job (KEY=VALUE):",
+            "",
+            *lines,
+            "",
+            "Groups and keys of the run: python -m ragen_pl.fit --help",
+        ]
+    )
 
 
 def submit(arguments: Sequence[str]) -> Path:

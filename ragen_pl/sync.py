@@ -20,7 +20,7 @@ def main(cfg: DictConfig) -> None:
         raise ConfigError("run=null: expected a run's folder")
     from ragen_pl.run.loggers import send_unsent
 
-    print(send_unsent(Path(cfg.run).expanduser().absolute()))
+    print(send_unsent(Path(cfg.run).expanduser().absolute(), trusted=cfg.trust))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,9 @@ class FailureCause(StrEnum):
 REWARD_PART = "environment/"
 """Prefix of the reward terms that are named parts of the environment's reward."""
 
+MAX_REWARD = 1e30
+"""Bound of a reward: a larger one is infinite once returns are summed in float32."""
+
 JOINED, FIRST = "joined", "first"
 """Values of `Turn.history`: a prompt that continues a response, and the first one of an episode."""
 DIFFERENCES = (
@@ -143,17 +146,37 @@ class Observation:
         results: results of the tool calls before, in their order, where the prompt format is native; `text` is all
             of them then.
         request: request of a program, which has all messages of the prompt; None in other environments.
+        result_images: number of images of each result, whose images follow each other in `images`; without it all
+            images belong to the last result.
+
+    Raises:
+        ValueError: `result_images` does not fit the results and the images.
     """
 
     text: str
     images: list[np.ndarray] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     request: ChatRequest | None = None
+    result_images: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.results and not self.result_images:
+            self.result_images = [0] * (len(self.results) - 1) + [len(self.images)]
+        if len(self.result_images) != len(self.results) or (
+            self.results and sum(self.result_images) != len(self.images)
+        ):
+            raise ValueError(
+                f"found result_images={self.result_images} for {len(self.results)} results and {len(self.images)} "
+                "images"
+            )
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
         for name, value in ({"results": [], "request": None} | state[1]).items():
             setattr(self, name, value)
+        if "result_images" not in state[1]:
+            self.result_images = []
+            self.__post_init__()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,6 +210,9 @@ class Turn:
         trained: whether the policy is trained on the response. One that it is not trained on, such as a judge's, is
             context only.
         call_id: id of the response to a program's request; None in other environments.
+        kept_ids: int32 `[kept]`, ids that truncated sampling (top-p, top-k, min-p) kept at each token of the response,
+            one token after the other; None where the engine gives none.
+        kept_counts: int32 `[response]`, number of these ids of each token, 0 for all ids.
         history: for a program's request, how its messages became the prompt: `JOINED`, `FIRST`, or, where they were
             rendered as a whole, one of `DIFFERENCES`.
     """
@@ -216,11 +242,14 @@ class Turn:
     trained: bool = True
     call_id: str | None = None
     history: str | None = None
+    kept_ids: np.ndarray | None = None
+    kept_counts: np.ndarray | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
         added = {"advances": True, "trained": True, "call_id": None, "history": None}
-        for name, value in (added | state[1]).items():
+        kept = {"kept_ids": None, "kept_counts": None}
+        for name, value in (added | kept | state[1]).items():
             setattr(self, name, value)
 
     @property
@@ -272,6 +301,12 @@ class Trajectory:
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
         for name, value in (added | state[1]).items():
             setattr(self, name, value)
+
+    @property
+    def says_success(self) -> bool | None:
+        """Whether a step said whether the task is solved, in `info["success"]`; None without steps."""
+        acted = [turn for turn in self.turns if turn.actions]
+        return any("success" in turn.info for turn in acted) if acted else None
 
     @property
     def reward(self) -> float:

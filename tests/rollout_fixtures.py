@@ -194,7 +194,7 @@ class Counter(gymnasium.Env):
         if self.fault == "number":
             return 7
         if self.fault == "flat image":
-            return {"text": "see", "image": np.zeros((64, 64), np.uint8)}
+            return {"text": "see", "image": np.zeros((64, 64, 5), np.uint8)}
         if self.fault == "float image":
             return {"text": "see", "image": np.full((64, 64, 3), 0.5)}
         return f"count {self.count} of {self.goal}"

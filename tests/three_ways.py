@@ -66,25 +66,14 @@ def play(
 
 def own_logprobs(bundle: ModelBundle, said: Said) -> np.ndarray:
     """Log-probs of a response by the model's own forward, with its own processor on all images of the prompt."""
-    ids = torch.from_numpy(np.concatenate([said.prompt.ids, said.generation.ids]))[None]
-    inputs = {}
-    if said.prompt.images:
-        images = said.prompt.images
-        processed = bundle.processor(
-            images=[images], text=[bundle.images.slot * len(images)], return_tensors="pt", **bundle.image_settings
-        )  # fmt: skip
-        text = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-        inputs = {name: value for name, value in processed.items() if name not in text}
-    if bundle.facts.token_types and said.prompt.images:
-        types = bundle.processor.create_mm_token_type_ids(ids.tolist())
-        inputs[bundle.facts.token_types] = torch.tensor(types)
+    ids = np.concatenate([said.prompt.ids, said.generation.ids])
     with torch.no_grad():
-        logits = bundle.model(
-            input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs
-        ).logits[0]
+        logits = bundle.model(use_cache=False, **bundle.own_inputs(ids, said.prompt.images)).logits[
+            0
+        ]
     log_probs = log_distribution(logits, banned=torch.tensor(bundle.banned_token_ids))
-    places = torch.arange(len(said.prompt.ids), ids.shape[1])
-    return log_probs[places - 1].gather(-1, ids[0, places][:, None])[:, 0].numpy()
+    places = np.arange(len(said.prompt.ids), len(ids))
+    return log_probs[places - 1, ids[places]].numpy()
 
 
 def trajectory_of(episode: list[Said], number: int) -> Trajectory:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.base import Count, Probability, Reward, bits, checked_arguments
-from envs.frozen_lake import FrozenLake, HoleFraction, Size
-from visual_envs.frozen_lake_tiles import (
+from ..envs.base import Count, Probability, Reward, bits, checked_arguments
+from ..envs.frozen_lake import FrozenLake, HoleFraction, Size
+from .frozen_lake_tiles import (
     WITH_PLAYER,
     FrozenLakeTile,
     frozen_lake_tiles,
 )
-from visual_envs.tile_images import TileImages
-from visual_envs.tiles import Theme
+from .tile_images import TileImages
+from .tiles import Theme
 
 _SEEN = {
     Theme.DAY: (
@@ -65,6 +65,8 @@ class FrozenLakeVisual(TileImages, FrozenLake):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     task_text = "reach the goal"
 

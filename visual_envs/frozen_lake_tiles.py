@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from visual_envs.tiles import TILE, Canvas, Color, Theme, pack
+from .tiles import TILE, Canvas, Color, Theme, pack
 
 
 class _Palette(NamedTuple):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.base import Count, CountOrZero, Reward, checked_arguments
-from envs.sokoban import Size, Sokoban
-from envs.sokoban_text import tile_codes
-from visual_envs.sokoban_tiles import sokoban_tiles
-from visual_envs.tile_images import TileImages
-from visual_envs.tiles import Theme
+from ..envs.base import Count, CountOrZero, Reward, checked_arguments
+from ..envs.sokoban import Size, Sokoban
+from ..envs.sokoban_text import tile_codes
+from .sokoban_tiles import sokoban_tiles
+from .tile_images import TileImages
+from .tiles import Theme
 
 _SEEN = {
     Theme.DAY: (
@@ -58,6 +58,8 @@ class SokobanVisual(TileImages, Sokoban):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     task_text = "push the boxes onto the targets"
 

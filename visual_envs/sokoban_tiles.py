@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from visual_envs.tiles import Canvas, Color, Theme, pack
+from .tiles import Canvas, Color, Theme, pack
 
 
 class _Palette(NamedTuple):

@@ -10,9 +10,9 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.adapters.optional import optional_import
-from envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
-from visual_envs.svg_images import (
+from ..envs.adapters.optional import optional_import
+from ..envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
+from .svg_images import (
     Drawing,
     RGBImage,
     SvgError,
@@ -96,6 +96,8 @@ class Svg(Environment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     option_names = ("min_shapes", "max_shapes")

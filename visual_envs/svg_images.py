@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ..envs.adapters.pictures import on_white
+
 RGBImage = NDArray[np.uint8]
 """RGB, `[side, side, 3]`."""
 
@@ -192,7 +194,7 @@ def _rendered(text: str, side: int) -> RGBImage:
         )
     except ValueError:
         raise SvgError("it cannot be drawn") from None
-    image = np.array(Image.open(io.BytesIO(png)).convert("RGB"))
+    image = on_white(Image.open(io.BytesIO(png)))
     image.setflags(write=False)  # it is shared
     return image
 

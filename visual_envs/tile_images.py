@@ -8,8 +8,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import TEXT_CHARSET, Environment, Observation
-from visual_envs.tiles import TILE, Theme, lay_out
+from ..envs.base import TEXT_CHARSET, Environment, Observation
+from .tiles import TILE, Theme, lay_out
 
 
 class TileImages(Environment):

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import Error
 
-from envs.base import Environment, Observation, checked_arguments
+from ..base import Environment, Observation, checked_arguments
 
 _ESCAPE = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0m", re.DOTALL)
 _RESET = "\x1b[0m"
@@ -24,6 +24,8 @@ _BRACKETS = {"41": "[]", "43": "[]", "42": "{}", "34;1": "()", "35": "//"}
 _DISCOUNT = 0.999
 _ROUNDS = 2000
 _PRECISION = 1e-9
+# of a response without a valid action, where the game itself has no costs
+_LEAST_PENALTY = 0.05
 
 
 class Success(StrEnum):
@@ -50,6 +52,7 @@ class Family:
         rendering: how the text rendering shows the game, in full sentences.
         fields: names of the numbers of an observation.
         policy: a good action for an observation.
+        step_cost: cost of each step, of an id without a table of transitions.
     """
 
     actions: tuple[str, ...]
@@ -58,6 +61,7 @@ class Family:
     rendering: str = ""
     fields: tuple[str, ...] = ()
     policy: Callable[[Any], int] | None = None
+    step_cost: float = 0.0
 
 
 def _blackjack(hand: Any) -> int:
@@ -122,6 +126,7 @@ FAMILIES = {
         rules="You drive a weak car out of a valley. Swing to and fro to reach the flag on the right hill.",
         fields=("place", "speed"),
         policy=lambda seen: 2 if seen[1] > 0 else 0,
+        step_cost=1.0,
     ),
     "Acrobot": Family(
         actions=("Minus", "Rest", "Plus"),
@@ -129,6 +134,7 @@ FAMILIES = {
         rules="You apply a torque to the joint between two hanging links. Swing the lower end above the line.",
         fields=("cos 1", "sin 1", "cos 2", "sin 2", "speed 1", "speed 2"),
         policy=lambda seen: 2 if seen[4] < 0 else 0,
+        step_cost=1.0,
     ),
 }
 
@@ -161,6 +167,8 @@ class Gym(Environment):
     - `rules`: instructions in full sentences; null for those of the family.
     """
 
+    needs_trust = ("id", "settings")
+
     @checked_arguments
     def __init__(
         self,
@@ -187,9 +195,20 @@ class Gym(Environment):
         known = self.family.rules if self.family else general
         rendering = "" if rules else self._rendering()
         self.instructions = f"{rules or known} {rendering}".strip()
+        self.format_penalty = max(_LEAST_PENALTY, self._worst_cost())
         self._seen: Any = None
         self._return = 0.0
         self._policy: dict[int, list[int]] = {}
+
+    def _worst_cost(self) -> float:
+        """Return what the worst action of the game costs, 0 where that is not known."""
+        table = getattr(self.game.unwrapped, "P", None)
+        if table is None:
+            return self.family.step_cost if self.family else 0.0
+        moves = (
+            move for moves in table.values() for outcomes in moves.values() for move in outcomes
+        )
+        return max(0.0, *(-float(reward) for _, _, reward, _ in moves))
 
     def _rendering(self) -> str:
         """Return how an observation shows the game, where that is known."""

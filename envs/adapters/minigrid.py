@@ -11,8 +11,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from envs.adapters.optional import optional_import
-from envs.base import Environment, Observation, checked_arguments
+from ..adapters.optional import optional_import
+from ..base import Environment, Observation, checked_arguments
 
 ACTIONS = ("Left", "Right", "Forward", "Pickup", "Drop", "Toggle", "Done")
 _DOES = {
@@ -66,6 +66,8 @@ class MiniGrid(Environment):
     - `actions`: names of the actions that the task needs. `settings`: the task's own arguments.
     - `plans`: whether `plan()` tells where the mission's thing is, with which demonstrations then reason.
     """
+
+    needs_trust = ("id", "settings")
 
     frequent_words = (
         "go to", "the", "a", "red", "green", "blue", "purple", "yellow", "grey", "ball", "box", "key", "ahead", "left",

@@ -11,10 +11,10 @@ import numpy as np
 from annotated_types import Ge
 from gymnasium import spaces
 
-from envs.adapters.openenv_episode import ServedEpisode
-from envs.adapters.openenv_members import Members, image_of
-from envs.adapters.openenv_session import MAX_MESSAGE_MIB, worded
-from envs.base import Count, Environment, Observation, checked_arguments
+from ..adapters.openenv_episode import ServedEpisode
+from ..adapters.openenv_members import Members, image_of
+from ..adapters.openenv_session import MAX_MESSAGE_MIB, worded
+from ..base import Count, Environment, Observation, checked_arguments
 
 # The server's words for an action that it does not take.
 _REFUSALS = frozenset({"VALIDATION_ERROR", "INVALID_JSON"})
@@ -73,6 +73,8 @@ class OpenEnv(Environment):
     - `rules`: instructions in full sentences.
     - `example_actions`: actions from which a random policy chooses.
     """
+
+    needs_trust = ("urls",)
 
     relations: Callable[[], list[tuple[str, int, int]]]
     """Positions of things relative to the player, where the server gives them."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
-from envs.adapters.openenv_session import Session, SessionLost, fetched, step_of, worded
+from ..adapters.openenv_session import Session, SessionLost, fetched, step_of, worded
 
 log = logging.getLogger(__name__)
 # The server's words for a session that it does not have.

@@ -11,6 +11,8 @@ import numpy as np
 from gymnasium import spaces
 from PIL import Image
 
+from .pictures import on_white
+
 _TEXT_LENGTH = 4000
 
 
@@ -69,4 +71,4 @@ def image_of(url: str) -> np.ndarray:
     if not found or head != "data:image/png":
         raise ValueError(f"found {url[:40]!r}, expected data:image/png;base64,…")
     with Image.open(io.BytesIO(base64.b64decode(data)), formats=["PNG"]) as image:
-        return np.asarray(image.convert("RGB"))
+        return on_white(image)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.adapters.expressions import evaluate
-from envs.adapters.optional import optional_import
-from envs.base import Count, Environment, Observation, Probability, checked_arguments
+from ..adapters.expressions import evaluate
+from ..adapters.optional import optional_import
+from ..base import Count, Environment, Observation, Probability, checked_arguments
 
 _DATA_SEED = 0
 # Their scorers run the answer as a program. Only an answer equal to the known one is right.
@@ -58,8 +58,10 @@ class ReasoningGym(Environment):
     `retry_discount ** n` for a right answer after n wrong ones, 0 otherwise.
 
     ## Trivial Policies
-    In `env=countdown`, an expression of the same form for all questions has success at most 0.25, and in
-    `env=arithmetic` the same number for all of them at most 0.25.
+    In `env=countdown`, an expression of the same form for all questions has success at most 0.25, and the product of
+    two numbers plus or minus the third, if that reaches the target, at most 0.55. In `env=arithmetic` the same number
+    for all questions has success at most 0.25. In `env=mini_sudoku` rows filled without a look at columns and blocks
+    have success at most 0.70: two to five cells are empty, and a row with one empty cell needs no more.
 
     ## Episode End
     Terminated by a right answer or after `tries` answers.
@@ -78,6 +80,8 @@ class ReasoningGym(Environment):
       `chain_sum`, its running totals, and for `gsm_symbolic`, the equations of the library's solution.
     - `difficulty_key`: number or list in the metadata that says how hard an item is; null for difficulty 1.
     """
+
+    needs_trust = ("settings", "question", "form")
 
     @checked_arguments
     def __init__(

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.adapters.optional import optional_import
-from envs.base import Count, Environment, Observation, checked_arguments
+from ..adapters.optional import optional_import
+from ..base import Count, Environment, Observation, checked_arguments
 
 # The games draw from the global generator of `random`.
 _GLOBAL_RANDOM = threading.RLock()
@@ -171,6 +171,8 @@ class TextArena(Environment):
     - `game`: name of the game without version, such as `Mastermind`. `version`: the rest of its id, such as `-hard`.
     - `settings`: the game's own arguments. `partial`: see above.
     """
+
+    needs_trust = ("settings",)
 
     frequent_words = ("The target number is", "higher", "lower", "move")
 

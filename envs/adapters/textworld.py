@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.adapters.optional import optional_import
-from envs.base import Count, CountOrZero, Environment, Observation, checked_arguments
+from ..adapters.optional import optional_import
+from ..base import Count, CountOrZero, Environment, Observation, checked_arguments
 
 # The generator is not made for several threads.
 _GENERATOR = threading.Lock()
@@ -53,6 +53,8 @@ class TextWorld(Environment):
     - `rooms`, `objects`, `quest_length`: size of a game and commands of its quest.
     - `games`: number of games. `first_game`: number of the first one; other numbers give other games.
     """
+
+    needs_trust = ()
 
     @checked_arguments
     def __init__(

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from envs.support_desk import SupportDesk
+from ragen_pl.envs.support_desk import SupportDesk
 
 # as in conf/env/support_desk.yaml; a task may have other values
 SETTINGS: dict[str, Any] = {

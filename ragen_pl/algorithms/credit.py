@@ -195,6 +195,11 @@ class Estimator(Protocol):
         """Trajectories over which the estimator standardizes returns, None if it does not."""
         return None
 
+    @property
+    def baseline(self) -> StandardizationScope | None:
+        """Trajectories whose mean return the estimator subtracts, None if it subtracts none."""
+        return "group" if self.needs_groups else self.standardizes
+
     def check_run(self, facts: RunFacts) -> None:
         """Check that the run has the critic, the states and the groups that the estimator needs, and no idle critic.
 

@@ -46,6 +46,8 @@ class Filter(Protocol):
 class KeepAll(Filter):
     """Keep every group (StarPO)."""
 
+    needs_trust = ()
+
     needs_groups: ClassVar[bool] = False
 
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
@@ -57,6 +59,8 @@ class KeepAll(Filter):
 @dataclass(frozen=True, kw_only=True)
 class TopFraction(Filter):
     """Keep this fraction of the groups, and at least `minimum`, by highest deviation (StarPO-S)."""
+
+    needs_trust = ()
 
     fraction: PositiveFraction = 0.25
     minimum: Count = 1
@@ -103,6 +107,8 @@ class TopMass(Filter):
 @dataclass(frozen=True, kw_only=True)
 class AboveDeviation(Filter):
     """Keep groups whose deviation exceeds a threshold; 0 is DAPO's dynamic sampling."""
+
+    needs_trust = ()
 
     judges_alone: ClassVar[bool] = True
     threshold: NonNegative = 0.0
@@ -182,6 +188,8 @@ class GroupFilter:
         ValueError: `rescale` with a rule that keeps all groups, or `resample` with a rule that ranks groups
             against each other.
     """
+
+    needs_trust = ()
 
     keep: Filter = field(default_factory=KeepAll)
     rescale: Rescale = Rescale.NONE

@@ -16,9 +16,11 @@ from torch import Tensor
 from ragen_pl.algorithms.order_statistics import smallest_of_top
 from ragen_pl.algorithms.turns import following_in_turn, nearest_in_turn
 from ragen_pl.algorithms.whitening import AllReduce
+from ragen_pl.checked import needs_trust
 from ragen_pl.trajectory import REASONING_SPANS, Span
 
 
+@needs_trust()
 def sampled(labels: Tensor, turn: Tensor) -> Tensor:
     """Keep every token that the policy sampled, its end-of-turn token included.
 
@@ -32,6 +34,7 @@ def sampled(labels: Tensor, turn: Tensor) -> Tensor:
     return (turn >= 0) & (labels != Span.SHOWN)
 
 
+@needs_trust()
 def all_text(labels: Tensor, turn: Tensor) -> Tensor:
     """Keep sampled tokens and the text shown between them, without images (RICO's undivided sequence).
 
@@ -104,6 +107,7 @@ def think_span(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tens
     return _fill_empty_turns(thoughts, labels, turn, fill_empty)
 
 
+@needs_trust()
 def all_but_action(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Keep all sampled tokens outside the action.
 
@@ -113,6 +117,7 @@ def all_but_action(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> 
     return _fill_empty_turns(labels != Span.ACTION, labels, turn, fill_empty)
 
 
+@needs_trust()
 def until_action(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Keep a turn's sampled tokens up to and including the last of its action.
 

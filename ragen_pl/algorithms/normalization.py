@@ -73,6 +73,8 @@ class Normalizer(Protocol):
 class Raw(Normalizer):
     """Leave returns as they are (the first step of RAGEN's ladder, ARPO)."""
 
+    needs_trust = ()
+
     scope: ClassVar[StandardizationScope | None] = None
 
     def __call__(
@@ -216,6 +218,8 @@ class RewardNormalizer:
         clip_high: highest normalized return, None for no bound; need not mirror `clip_low`.
     """
 
+    needs_trust = ()
+
     by: Normalizer = field(default_factory=Raw)
     clip_low: float | None = None
     clip_high: float | None = None
@@ -240,7 +244,7 @@ class RewardNormalizer:
         return self.by.needs_groups
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that groups can be compared, and that the estimator does not undo the normalization.
+        """Check that groups can be compared, and that neither whitening nor the estimator undoes the normalization.
 
         Standardization undoes a shift and a scale that all returns of its mean share.
 
@@ -249,6 +253,8 @@ class RewardNormalizer:
         """
         if self.needs_groups:
             facts.require_groups(self, key="algorithm.normalize")
+        if self.by.scope is not None and facts.whitens and facts.critic == "none":
+            facts.refuse_whitening(type(self.by).__name__, scope=self.by.scope)
         scopes = self.by.scope, facts.standardizes
         if self.clips or facts.rewards_penalized or None in scopes or scopes == ("group", "batch"):
             return

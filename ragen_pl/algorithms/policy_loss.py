@@ -112,6 +112,8 @@ class PolicyLoss:
         constant: number of tokens that a sequence stands for, with aggregation `constant`.
     """
 
+    needs_trust = ()
+
     has_dual_clip: ClassVar[bool] = True
     """Whether the loss applies `dual_clip`."""
 

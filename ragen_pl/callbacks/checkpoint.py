@@ -7,10 +7,9 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Annotated, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import lightning.pytorch as pl
-import torch
 from annotated_types import Ge
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,11 +22,9 @@ from ragen_pl.distributed import (
     StopRequestedError,
     any_over_ranks,
     gather_over_ranks,
-    rank,
-    world_size,
 )
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.loops.rollout_update import RolloutUpdateLoop, log_step
+from ragen_pl.loops.rollout_update import RolloutUpdateLoop, is_last_iteration, log_step
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.stop_signals import Stopped, ending, leave_terminal, stopping_signals
 
@@ -155,6 +152,8 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         settings: keyword arguments of Lightning's ModelCheckpoint.
     """
 
+    needs_trust = ()
+
     @checked
     def __init__(
         self, *, grace_seconds: Positive = 25.0, **settings: Unpack[CheckpointSettings]
@@ -228,7 +227,7 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         if (
             self.save_last
             and not saved
-            and (_ends(trainer) or self._is_due_without_others(trainer))
+            and (is_last_iteration(trainer) or self._is_due_without_others(trainer))
         ):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         self._stop_if_requested(trainer)
@@ -303,14 +302,18 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keep the weights of the best validation as `best.ckpt`, the earliest of equals.
+    """Keep the weights of the best validation as `best.ckpt`: of equals by `val/return`, else the earliest.
 
-    It is written at the end of the iteration, after its samples were dropped. It is therefore small and
-    can be resumed from. A validation outside an iteration (before the first, after the last) does not count.
+    The validation before the first iteration competes, and so does that of the last weights. The file is written at the
+    end of the iteration, after its samples were dropped. It is therefore small and can be resumed from.
+
+    Where no validation has a success, as in an environment that sets none, the return alone decides.
 
     Args:
         monitor: metric to maximize.
     """
+
+    needs_trust = ()
 
     @checked
     def __init__(
@@ -326,6 +329,7 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self._measured = False
+        self.best_return: float | None = None
 
     def forget(self) -> None:
         """Forget this iteration's metrics: the weights are no longer those that were validated."""
@@ -336,8 +340,11 @@ class BestCheckpoint(ModelCheckpoint):
         self.forget()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that there are metrics of the present weights."""
+        """Note that there are metrics of the present weights; save those before the first iteration."""
         self._measured = self.monitor in trainer.callback_metrics
+        first = trainer.state.fn == TrainerFn.FITTING and trainer.global_step == 0
+        if self._measured and first and not trainer.sanity_checking:
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the weights if they are the best so far."""
@@ -345,37 +352,38 @@ class BestCheckpoint(ModelCheckpoint):
             super().on_train_epoch_end(trainer, pl_module)
         self._measured = False
 
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        """Return whether the present weights are better than those of `best.ckpt`."""
+        if super().check_monitor_top_k(trainer, current):
+            return True
+        equal = current is not None and bool(current == self.best_model_score)
+        present = _return_of(trainer)
+        if not equal or present is None or self.best_return is None:
+            return False
+        return present > self.best_return
 
-class RandomState(pl.Callback):
-    """Save torch's random state, and continue from it after a resume.
-
-    For a Trainer whose steps are not seeded one by one, such as the warm start's.
-    """
-
-    def __init__(self) -> None:
-        self._restored: dict[str, Tensor] = {}
-
-    def state_dict(self) -> dict[str, list[dict[str, Tensor]]]:
-        """Return the random states of all ranks."""
-        states = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state()
-        return {"ranks": gather_over_ranks(states)}
-
-    def load_state_dict(self, state_dict: dict[str, list[dict[str, Tensor]]]) -> None:
-        """Keep this rank's state for the next training step."""
-        ranks = state_dict["ranks"]
-        self._restored = ranks[rank()] if len(ranks) == world_size() else {}
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    def _update_best_and_save(
+        self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
-        """Restore the state once, after all that a start draws."""
-        if "cpu" in self._restored:
-            torch.set_rng_state(self._restored["cpu"])
-        if "cuda" in self._restored and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(self._restored["cuda"])
-        self._restored = {}
+        # the file holds it
+        self.best_return = _return_of(trainer)
+        super()._update_best_and_save(current, trainer, monitor_candidates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Lightning's state, and the return of the best validation."""
+        return super().state_dict() | {"best_return": self.best_return}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore `state_dict`; the best validation only in the folder that it was written in."""
+        super().load_state_dict(state_dict)
+        if self.dirpath == state_dict.get("dirpath"):
+            self.best_return = state_dict.get("best_return")
+
+
+def _return_of(trainer: pl.Trainer) -> float | None:
+    """Return the mean return of the last validation, None where it has none."""
+    value = trainer.callback_metrics.get("val/return")
+    return None if value is None else float(value)
 
 
 def _follows_update(trainer: pl.Trainer) -> bool:
@@ -384,11 +392,3 @@ def _follows_update(trainer: pl.Trainer) -> bool:
     A run that stops in the validation of the untrained policy would not repeat it when it is resumed.
     """
     return trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
-
-
-def _ends(trainer: pl.Trainer) -> bool:
-    """Return whether the present iteration is the run's last one."""
-    limit = trainer.max_epochs
-    by_steps = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
-    by_epochs = limit not in (None, -1) and trainer.current_epoch + 1 >= limit
-    return bool(trainer.should_stop or by_steps or by_epochs)

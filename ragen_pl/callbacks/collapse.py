@@ -48,6 +48,8 @@ class Alarm:
         max_success: no alarm at a success rate of at least this: the responses of a successful run may become alike.
     """
 
+    needs_trust = ()
+
     diagnostic: Annotated[str, declared("DIAGNOSTICS")]
     below: float | None = None
     above: float | None = None
@@ -103,6 +105,8 @@ class CollapseMonitor(pl.Callback):
         good_every_n_iterations: interval at which a state without any alarm is kept for `rollback`.
         max_rollbacks: number of rollbacks after which the run is stopped instead.
     """
+
+    needs_trust = ()
 
     @checked
     def __init__(

@@ -74,6 +74,8 @@ class Diagnostics(RolloutCallback):
         window: number of earlier iterations whose median gradient norm a spike is measured against.
     """
 
+    needs_trust = ()
+
     @checked
     def __init__(
         self,

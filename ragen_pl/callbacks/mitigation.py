@@ -40,6 +40,8 @@ class Mitigation:
         group_filter: filter of the groups that are trained on, the DataModule's `group_filter`.
     """
 
+    needs_trust = ()
+
     clip_high: Positive | None = 0.28
     kl_coefficient: NonNegative | None = None
     entropy_target: NonNegative | None = None

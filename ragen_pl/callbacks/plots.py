@@ -42,6 +42,8 @@ class PlotRun(RolloutCallback):
         every_n_iterations: iterations between two drawings; the end of a run always draws.
     """
 
+    needs_trust = ()
+
     @checked
     def __init__(self, *, every_n_iterations: Count = 20) -> None:
         self.every_n_iterations = every_n_iterations

@@ -24,12 +24,18 @@ _SHOWN = (
     ("valid actions", "rollout/valid_actions", "{:.3f}"),
     ("entropy", "rollout/entropy", "{:.3f}"),
     ("validation success", "val/success", "{:.3f}"),
+    ("truncated", "rollout/truncated", "{:.3f}"),
     ("skipped steps", "update/skipped_steps", "{:.0f}"),
+    ("steps without a token", "update/empty_steps_policy", "{:.0f}"),
 )
 # Failed episodes in it: label, prefix of the metrics.
 _PLAYED = (("", "rollout"), ("validation ", "val"))
 # Counts of what should not happen, shown where it did.
-_SHOWN_ABOVE_ZERO = ("update/skipped_steps",)
+_SHOWN_ABOVE_ZERO = (
+    "rollout/truncated",
+    "update/skipped_steps",
+    "update/empty_steps_policy",
+)
 _DEFAULT_PHASE, _FINISHED = "training", "finished"
 
 
@@ -51,6 +57,8 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         console: where to write; default the terminal.
         lines: number of log lines of a phase that counts steps.
     """
+
+    needs_trust = ()
 
     # The run's warm start is shown too.
     in_warm_start = True

@@ -26,6 +26,8 @@ class RecordBatches(RolloutCallback):
         every_n_iterations: interval in iterations, from the first on; None for none.
     """
 
+    needs_trust = ()
+
     @checked
     def __init__(self, *, every_n_iterations: Count | None = None) -> None:
         self.every_n_iterations = every_n_iterations

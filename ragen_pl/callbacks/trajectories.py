@@ -55,6 +55,8 @@ class LogTrajectories(RolloutCallback):
         keep_last: number of the newest iterations whose folders stay; None for all.
     """
 
+    needs_trust = ()
+
     @checked
     def __init__(
         self,

@@ -46,6 +46,8 @@ HYDRA = {
 }
 """Keys of Hydra's own in a node with `_target_`."""
 
+# packages of optimizers that docs/training.md names; nobody is advised to install what was typed
+_NAMED_IN_DOCS = ("bitsandbytes", "torchao")
 _Problems = Iterator[tuple[str, str]]
 _Node = Mapping[str, Any]
 
@@ -67,6 +69,26 @@ def check_config(cfg: DictConfig) -> None:
     for message in relation_problems(cfg, dict(classes)):
         raise ConfigError(message)
     _check_images(cfg)
+
+
+def takes_argument(cfg: DictConfig, key: str) -> bool:
+    """Return whether a setting is an argument that the class in a sibling setting takes, or a part of one.
+
+    Args:
+        cfg: the configuration, which has the setting.
+        key: its full name, such as `env.kwargs.size`.
+    """
+    # values are checked later
+    values = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(values, dict)
+    walk = _Walk({str(name): value for name, value in values.items()})
+    for _ in walk.problems(walk.root, Settings, key="", parent={}):
+        pass
+    if key in walk.unknown or not any(key.startswith(f"{node}.") for node in walk.arguments):
+        return False
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, parent)
+    return isinstance(node, DictConfig) and name in node
 
 
 def plain_values(cfg: DictConfig) -> dict[str, Any]:
@@ -112,11 +134,15 @@ class _Walk:
 
     Attributes:
         classes: paths of the classes that it has passed, each with the key that names it.
+        arguments: keys of the nodes with arguments of a class that a sibling names.
+        unknown: keys that no class and no description has.
     """
 
     def __init__(self, root: _Node) -> None:
         self.root = root
         self.classes: dict[str, str] = {}
+        self.arguments: list[str] = []
+        self.unknown: list[str] = []
 
     def problems(self, value: Any, annotation: Any, *, key: str, parent: _Node) -> _Problems:
         """Yield the key and one line for each wrong setting in a node or leaf.
@@ -149,6 +175,9 @@ class _Walk:
             yield key, message
             return
         self.classes |= dict.fromkeys(_arguments_in(annotation), key or "the configuration")
+        marks = [mark for option in options(annotation) for mark in unwrapped(option)[1]]
+        if any(isinstance(mark, ArgumentsOf) for mark in marks):
+            self.arguments.append(key)
         try:
             fields = fields_of_node(node, annotation, parent=parent, root=self.root)
         except SignatureError as error:
@@ -161,6 +190,7 @@ class _Walk:
                 continue
             known = HYDRA.get(name) or fields.parameters.get(name)
             if known is None and fields.closed:
+                self.unknown.append(place)
                 others = () if fields.name else leaves(self.root)
                 keys = [other for other, _ in others if other != place and "._" not in other]
                 yield place, unknown_key(place, fields.parameters, owner=fields.name, keys=keys)
@@ -201,6 +231,46 @@ def fields_of_node(node: _Node, annotation: Any, *, parent: _Node, root: _Node) 
     return replace(own, parameters={**own.parameters, **described.parameters})
 
 
+def annotation_at(cfg: DictConfig, key: str) -> Any:
+    """Return the type of a setting; `Any` where it is known only after an import.
+
+    Args:
+        cfg: the configuration.
+        key: the setting's full name.
+    """
+    root = plain_values(cfg)
+    node, parent, annotation = root, dict[str, Any](), Settings
+    for name in key.split("."):
+        annotation = _annotation_in(node, name, annotation, parent=parent, root=root)
+        child = node.get(name)
+        parent, node = node, child if isinstance(child, dict) else {}
+    return annotation
+
+
+def takes_any_key(cfg: DictConfig, key: str) -> bool:
+    """Return whether a setting is in a mapping whose keys are the user's, such as `env.kwargs.variables`."""
+    parts = key.split(".")
+    above = (annotation_at(cfg, ".".join(parts[:count])) for count in range(1, len(parts)))
+    return any(_is_open_mapping(option) for annotation in above for option in options(annotation))
+
+
+def _annotation_in(node: _Node, name: str, annotation: Any, *, parent: _Node, root: _Node) -> Any:
+    with suppress(SignatureError):  # reported at the setting that names the class
+        fields = fields_of_node(node, annotation, parent=parent, root=root)
+        found = HYDRA.get(name) or fields.parameters.get(name)
+        return found.annotation if found else Any
+    return Any
+
+
+def _is_open_mapping(annotation: Any) -> bool:
+    """Return whether an annotation, no union, is a mapping of values to names that nobody else gives."""
+    base, metadata = unwrapped(annotation)
+    described = any(isinstance(mark, Arguments | ArgumentsOf | Open) for mark in metadata)
+    values = typing.get_args(base)[1:]
+    built = any(is_class(unwrapped(one)[0]) for value in values for one in options(value))
+    return (typing.get_origin(base) or base) in (dict, Mapping) and not described and not built
+
+
 def fields_of_target(target: str) -> Signature:
     """Return the arguments of a class path.
 
@@ -214,8 +284,9 @@ def fields_of_target(target: str) -> Signature:
     if not all(part.isidentifier() for part in target.split(".")):
         raise SignatureError("expected a class path such as package.module.Name")
     if not rest or find_spec(package) is None:
+        install = f"install it (pip install {package}), or " if package in _NAMED_IN_DOCS else ""
         raise SignatureError(
-            f"there is no package {package!r}; install it (pip install {package}), or give package.module.Class"
+            f"there is no package {package!r}; {install}give package.module.Class of one that is installed"
         )
     return read_signature(target)
 

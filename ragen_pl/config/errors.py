@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from hydra.errors import InstantiationException
 
+from ragen_pl.error_text import error_text
+
 
 class ConfigError(ValueError):
     """Configuration that cannot be run. The text is one line: what was found, what was expected, the remedy."""
@@ -59,7 +61,7 @@ def in_one_line(error: BaseException, *, longest: int = 700) -> str:
     >>> in_one_line(KeyError("door")), in_one_line(ValueError("two\nlines"))
     ("KeyError: 'door'", 'two lines')
     """
-    text = " ".join(str(error).split())
+    text = " ".join(error_text(error).split())
     if len(text) > longest:
         text = f"{text[:longest]}…"
     return text if " " in text else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -11,24 +11,28 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from ragen_pl.config.check import check_config, leaves
-from ragen_pl.config.composition import compose_overrides
+from ragen_pl.config.composition import compose_accepted, compose_overrides
 from ragen_pl.config.ending import or_exit
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
+from ragen_pl.config.overrides import key_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir
-from ragen_pl.config.relations import ranks_asked_for
+from ragen_pl.config.relations import ranks_asked_for, unread_overrides
 from ragen_pl.constraints import did_you_mean
+
+log = logging.getLogger(__name__)
 
 # loggers with a handler of their own: that of the root would print their messages once more
 _OWN_HANDLERS = ("lightning", "huggingface_hub")
@@ -60,10 +64,13 @@ def hydra_main(
             debug = wants_traceback(args.overrides)
 
             def before_hydra() -> None:
+                name = args.config_name or config_name
+                _replace_overrides(args, with_environment(args.overrides, command=name))
                 if prepare is not None:
                     _replace_overrides(args, prepare(args))
-                if not debug:
-                    precheck(args, config_name=config_name)
+                replaced = precheck(args, config_name=config_name, composed_only=debug)
+                if replaced:
+                    _replace_overrides(args, _accepted(args.overrides, replaced))
 
             @functools.wraps(task)
             def job(cfg: DictConfig) -> object:
@@ -72,6 +79,8 @@ def hydra_main(
                 # values that a sweeper draws are known here only
                 if debug or args.multirun:
                     check_config(cfg)
+                for message in unread_overrides(cfg, HydraConfig.get().overrides.task):
+                    log.warning(message)
                 return task(cfg)
 
             @functools.wraps(task)
@@ -148,22 +157,37 @@ def wants_traceback(overrides: Sequence[str]) -> bool:
     ]
 
 
-def precheck(args: argparse.Namespace, *, config_name: str) -> None:
+def precheck(
+    args: argparse.Namespace, *, config_name: str, composed_only: bool = False
+) -> dict[str, str]:
     """Compose and check the configuration of the command line.
+
+    Args:
+        args: Hydra's parsed command line.
+        config_name: the file in `config_dir()`, without `.yaml`.
+        composed_only: whether nothing else is checked.
+
+    Returns:
+        Overrides that Hydra takes in place of some of those given.
 
     Raises:
         ConfigError: with the first problem.
     """
-    check_packages()
+    replaced: dict[str, str] = {}
+    if not composed_only:
+        check_packages()
     if args.help or args.hydra_help or args.info or args.shell_completion:
-        return
+        return replaced
     for overrides in combinations(args.overrides) if args.multirun else [args.overrides]:
-        cfg = compose_overrides(
+        cfg, others = compose_accepted(
             args.config_name or config_name,
             overrides,
             directory=args.config_dir,
             folder=Path(args.config_path).resolve() if args.config_path else None,
         )
+        replaced |= others
+        if composed_only:
+            continue
         if args.cfg is None:
             check_config(cfg)
         if args.multirun and ranks_asked_for(cfg) > 1:
@@ -171,6 +195,15 @@ def precheck(args: argparse.Namespace, *, config_name: str) -> None:
                 f"--multirun with {ranks_asked_for(cfg)} ranks: the runs of a sweep share a process, and each would "
                 "start ranks that sweep again; start the runs one by one"
             )
+    return replaced
+
+
+def _accepted(overrides: Sequence[str], replaced: Mapping[str, str]) -> list[str]:
+    """Return the command line's overrides with those that Hydra takes; one of a sweep has all its values."""
+    added = {key_of(line) for line, other in replaced.items() if other.startswith("++")}
+    return [
+        replaced.get(line, f"++{line}" if key_of(line) in added else line) for line in overrides
+    ]
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from ragen_pl.config.errors import ConfigError
+
+# of a class; an option of a group has no dots
+_CLASS_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+# configurations with an environment by default
+_WITH_DEFAULTS = ("fit", "serve_environment")
 
 
 def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
@@ -42,6 +48,38 @@ def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
     return choices + values
 
 
+def key_of(line: str) -> str:
+    """Return the full name of the key that an override sets.
+
+    >>> key_of("+env.kwargs/size=3")
+    'env.kwargs.size'
+    """
+    return line.partition("=")[0].lstrip("+~").partition("@")[0].replace("/", ".")
+
+
+def with_environment(overrides: Sequence[str], *, command: str) -> list[str]:
+    """Return a command line's overrides with `env=custom` where they name an environment's class only.
+
+    Args:
+        overrides: As on the command line.
+        command: Name of its configuration. A command that reads a run's settings has an environment already.
+
+    >>> with_environment(["env=mine.Shop", "seed=1"], command="fit")
+    ['env=custom', 'env.target=mine.Shop', 'seed=1']
+    >>> with_environment(["env.target=mine.Shop"], command="fit")
+    ['env=custom', 'env.target=mine.Shop']
+    """
+    completed: list[str] = []
+    for line in overrides:
+        key, _, value = line.partition("=")
+        is_class = _CLASS_PATH.fullmatch(value.strip("'\"")) is not None
+        completed += ["env=custom", f"env.target={value}"] if key == "env" and is_class else [line]
+    keys = {line.partition("=")[0].lstrip("+") for line in completed}
+    if command in _WITH_DEFAULTS and "env.target" in keys and not keys & {"env", "experiment"}:
+        return ["env=custom", *completed]
+    return completed
+
+
 def _flattened(settings: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
@@ -67,6 +105,13 @@ def _literal(key: str, value: object) -> str:
             )
         case Sequence():
             return f"[{', '.join(_literal(key, one) for one in value)}]"
+    cls = value if inspect.isclass(value) else type(value)
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    remedy = (
+        f"give the class, env={cls.__name__}, and its arguments as **{{'env.kwargs.NAME': …}}"
+        if key == "env"
+        else f"give an object as {{'_target_': '{path}', …}}, with its arguments"
+    )
     raise ConfigError(
-        f"{key}: got a value of type {type(value).__name__}; give a number, string, None, list or mapping"
+        f"{key}: got a value of type {type(value).__name__}; give a number, string, None, list or mapping; {remedy}"
     )

@@ -1,14 +1,12 @@
-"""Folder of the configuration, and a check of the top-level packages."""
+"""Folder of the configuration, and a check of the packages of environments."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import ragen_pl
 from ragen_pl.config.errors import ConfigError
-
-_OURS = ("envs", "visual_envs")
+from ragen_pl.former_names import PACKAGES
 
 
 def config_dir() -> Path:
@@ -36,19 +34,15 @@ def searched(directory: str | None) -> list[str]:
 
 
 def check_packages() -> None:
-    """Check that `envs` and `visual_envs` are packages of this project.
+    """Check that the environments are there: folders in the package, or links to those of the checkout.
 
     Raises:
-        ConfigError: another package of that name comes first on the path, or there is none.
+        ConfigError: they are not.
     """
-    home = Path(ragen_pl.__file__).resolve().parent.parent
-    for name in _OURS:
-        spec = find_spec(name)
-        places = list(spec.submodule_search_locations or [str(spec.origin)]) if spec else []
-        if not places:
-            raise ConfigError(f"package {name!r} not found; expected it at {home / name}")
-        if home / name not in [Path(str(place)).resolve() for place in places]:
+    package = Path(ragen_pl.__file__).resolve().parent
+    for name in PACKAGES:
+        if not (package / name / "__init__.py").is_file():
             raise ConfigError(
-                f"package {name!r} is another project's: found {places[0]}, expected {home / name}; "
-                "run from another folder, or remove that one from PYTHONPATH"
+                f"package ragen_pl.{name} not found at {package / name}; install ragen_pl again, or restore this link "
+                "(git checkout in its checkout)"
             )

@@ -5,13 +5,14 @@ A class has rules by a static method `config_problems`, see `ragen_pl.engines.pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ragen_pl.config.errors import config_errors
+from ragen_pl.config.overrides import key_of
 from ragen_pl.config.signatures import class_that_defines
 
 
@@ -30,6 +31,27 @@ def relation_problems(cfg: DictConfig, targets: Mapping[str, str]) -> Iterator[s
             with config_errors(f"{named_by}={target}"):
                 rules: Any = get_class(place)
                 yield from rules.config_problems(cfg, ranks=_known_ranks(cfg))
+
+
+def unread_overrides(cfg: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield one line for each override of a key in a node that is off (`enabled: false`), and so is not read.
+
+    Args:
+        cfg: the composed configuration.
+        overrides: as on the command line.
+    """
+    for line in overrides:
+        name, _, key = key_of(line).partition(".")
+        node = cfg.get(name)
+        # a group has a name of its own
+        if (
+            not key
+            or key == "enabled"
+            or not isinstance(node, DictConfig)
+            or node.get("enabled", True)
+        ):
+            continue
+        yield f"{line.lstrip('+')}: is not read, since {name}.enabled=false; set it to true, or leave this out"
 
 
 def _known_ranks(cfg: DictConfig) -> int | None:

@@ -25,6 +25,7 @@ from ragen_pl.constraints import (
     Open,
     Port,
     Positive,
+    PositiveFraction,
     Seed,
 )
 
@@ -47,6 +48,7 @@ class Environment(TypedDict, total=False):
         command: command line of an agent program (`env=program`).
         function: import path of a function in place of a command.
         tasks: tasks of the program: a file, a folder or an import path.
+        validation_tasks: tasks that training leaves out, or a fraction of `tasks`.
         verifier: command that is run after the program's end and prints the result.
     """
 
@@ -56,6 +58,7 @@ class Environment(TypedDict, total=False):
     command: list[str] | None
     function: str | None
     tasks: str | None
+    validation_tasks: str | PositiveFraction | None
     verifier: list[str] | None
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target")]
 
@@ -166,8 +169,21 @@ class WarmStart(TypedDict, total=False):
 
 
 class ValidationSet(TypedDict, total=False):
-    """One of `validation_sets`: its own keys, and changes to the environment's."""
+    """One of `validation_sets`: its own keys, and changes to the environment's.
 
+    Attributes:
+        command: command line of another agent program.
+        function: import path of another function in place of a command.
+        tasks: other tasks of the program.
+        validation_tasks: other tasks that are played in place of `tasks`.
+        verifier: another command that prints the result.
+    """
+
+    command: list[str] | None
+    function: str | None
+    tasks: str | None
+    validation_tasks: str | PositiveFraction | None
+    verifier: list[str] | None
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target", "env.target")]
 
 
@@ -201,7 +217,7 @@ class Trainer(TypedDict, total=False):
         max_epochs: number of iterations; -1 for no limit.
         gradient_clip_val: largest norm of the gradient of the policy, and of the critic; null for no limit.
         accumulate_grad_batches: forward and backward passes that an optimizer step adds up.
-        check_val_every_n_epoch: iterations between two validations.
+        check_val_every_n_epoch: iterations between two validations; `auto` for a quarter of `max_epochs`, else 20.
         limit_val_batches: batches, or fraction of the batches, of a validation.
     """
 
@@ -232,7 +248,7 @@ class Trainer(TypedDict, total=False):
     max_time: Duration | None
     limit_train_batches: _Limit | None
     limit_val_batches: _Limit | None
-    check_val_every_n_epoch: Count | None
+    check_val_every_n_epoch: Count | Literal["auto"] | None
     accumulate_grad_batches: Count
     gradient_clip_val: Positive | None
     gradient_clip_algorithm: Literal["norm"] | None

@@ -32,6 +32,7 @@ _LIGHT = {
     "ragen_pl.constraints": constraints,
 }
 _BUILTINS = ("bool", "int", "float", "str", "dict", "list", "tuple", "object")
+_TRUST = "needs_trust"
 _NO_BASES = ("object", "Protocol", "Generic", "ABC", "TypedDict")
 
 
@@ -131,6 +132,29 @@ def class_that_defines(method: str, target: str) -> str | None:
     return next(filter(None, (class_that_defines(method, base) for base in _bases(cls))), None)
 
 
+def declared_trust(target: str) -> tuple[str, ...] | None:
+    """Return the arguments that a class or function declares as in need of trust; see `ragen_pl.checked.needs_trust`.
+
+    Nothing is imported. It is None where it declares nothing; bases do not count.
+
+    Args:
+        target: class path.
+    """
+    found = definition_at(target)
+    if isinstance(found, griffe.Function):
+        values = [str(mark.value) for mark in found.decorators]
+        values = [value for value in values if value.startswith(_TRUST)]
+    else:
+        attribute = found.members.get(_TRUST) if found is not None else None
+        values = [str(attribute.value)] if isinstance(attribute, griffe.Attribute) else []
+    for value in values:
+        read = ast.parse(value, mode="eval").body
+        if isinstance(read, ast.Call | ast.Tuple):
+            items = read.args if isinstance(read, ast.Call) else read.elts
+            return tuple(str(ast.literal_eval(item)) for item in items)
+    return None
+
+
 def type_at(target: str) -> Any:
     """Return the object that annotations in source files name by a dotted path.
 
@@ -181,7 +205,12 @@ def _module(name: str) -> griffe.Module | None:
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not file.is_file():
         return None
-    return griffe.visit(name, filepath=file, code=file.read_text(encoding="utf-8"))
+    # relative imports start from the packages around the module
+    parent = None
+    for package in name.split(".")[:-1]:
+        parent = griffe.Module(package, parent=parent)
+    code = file.read_text(encoding="utf-8")
+    return griffe.visit(name.rpartition(".")[2], filepath=file, code=code, parent=parent)
 
 
 def _member(target: str) -> griffe.Object | griffe.Alias | None:
@@ -207,7 +236,8 @@ def _bases(cls: griffe.Class) -> list[str]:
 def _of_function(function: griffe.Function, *, skip: int = 0) -> Signature:
     scope = _Scope(function.module.path)
     parameters: dict[str, Parameter] = {}
-    closed = all("checked" in str(mark.value) for mark in function.decorators)
+    marks = [str(mark.value) for mark in function.decorators]
+    closed = all("checked" in mark or mark.startswith(_TRUST) for mark in marks)
     for one in [*function.parameters][skip:]:
         annotation = scope.evaluate(one.annotation)
         if one.kind is griffe.ParameterKind.var_keyword:
@@ -254,6 +284,7 @@ def _fields(cls: griffe.Class) -> dict[str, Parameter]:
         if isinstance(one, griffe.Attribute)
         and not name.startswith("_")
         # others are class variables
+        and one.annotation is not None
         and "instance-attribute" in one.labels
         and "init=False" not in str(one.value)
     }

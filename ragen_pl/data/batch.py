@@ -7,7 +7,7 @@ assigned over *episodes*, whose tokens may be spread over several samples.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
@@ -125,10 +125,10 @@ class Samples:
         """Return these rows, shortened to the longest of them."""
         time = int(self.length[rows].max()) if len(rows) else 0
         selected = {}
-        for field in fields(self):
-            value = getattr(self, field.name)[rows]
-            per_token = value.ndim == 2 and field.name != "image_index"
-            selected[field.name] = value[:, :time] if per_token else value
+        for column in fields(self):
+            value = getattr(self, column.name)[rows]
+            per_token = value.ndim == 2 and column.name != "image_index"
+            selected[column.name] = value[:, :time] if per_token else value
         return type(self)(**selected)
 
 
@@ -177,7 +177,7 @@ class TrajectoryBatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of tensors, for a checkpoint."""
-        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
         state["samples"] = _tensors(self.samples)
         state["episodes"] = _tensors(self.episodes)
         state["final"] = None if self.final is None else _tensors(self.final)
@@ -204,7 +204,7 @@ def _with_advances(episodes: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tensors(part: Samples | Episodes | KeptIds) -> dict[str, Tensor]:
-    return {field.name: getattr(part, field.name) for field in fields(part)}
+    return {each.name: getattr(part, each.name) for each in fields(part)}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -237,6 +237,8 @@ class Minibatch:
     """Factor of the local sum; with it, what DDP averages is the global mean."""
     kept: KeptIds | None = None
     """Ids that sampling kept at the sampled tokens, row after row; None for all."""
+    counted: Tensor = field(default_factory=lambda: torch.ones(3, dtype=torch.bool))
+    """bool `[3]`, whether the step's `loss_tokens`, `value_tokens` and `kl_tokens`, which are at least 1, count any."""
 
     @property
     def non_padding(self) -> Tensor:
@@ -245,7 +247,7 @@ class Minibatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of tensors and numbers."""
-        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
         kept = None if self.kept is None else _tensors(self.kept)
         return state | {"samples": _tensors(self.samples), "kept": kept}
 

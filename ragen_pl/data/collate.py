@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragen_pl.data.batch import Episodes, Samples, TrajectoryBatch
 from ragen_pl.models.images import content_key
+from ragen_pl.models.truncation import KeptIds
 from ragen_pl.trajectory import EpisodeStatus, Span, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -109,11 +110,13 @@ def collate(
     # members of a group share their first image, and more while they do the same
     groups = {trajectory.group for trajectory in kept}
     images = _ImageStore(by_content=len(groups) < len(kept))
-    samples = _samples(drafts, images, bundle)
+    samples, sampled_from = _samples(drafts, images, bundle), _kept_ids(drafts)
     if observations:
         _require_all_trained(kept)
-        heads = [trajectory.system_prompt_length for trajectory in kept]
+        heads, numbers = [trajectory.system_prompt_length for trajectory in kept], samples.token
         label_shown_text(samples, heads, banned=bundle.banned_token_ids)
+        if sampled_from is not None:
+            sampled_from = _renumbered(sampled_from, numbers, samples.token)
     final = [
         _Draft(
             number, trajectory.final_prompt_ids, trajectory.final_images, trajectory.final_patches
@@ -127,7 +130,34 @@ def collate(
         episodes=_episodes(kept, [weight for _, weight in pairs]),
         images=images.tensors(),
         final=final_samples,
+        kept=sampled_from,
     )
+
+
+def _kept_ids(drafts: Sequence[_Draft]) -> KeptIds | None:
+    """Return the ids that sampling kept, by the numbers of `_first_tokens`; None where no response has them."""
+    turns = {
+        (draft.episode, number): turn for draft in drafts for _, number, turn in draft.responses
+    }
+    if all(turn.kept_ids is None for turn in turns.values()):
+        return None
+    ids, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
+    for _, turn in sorted(turns.items(), key=lambda pair: pair[0]):
+        if turn.kept_ids is None or turn.kept_counts is None:
+            counts.append(np.zeros(len(turn.response_ids), np.int32))
+        else:
+            ids.append(turn.kept_ids)
+            counts.append(turn.kept_counts)
+    ends = torch.from_numpy(np.concatenate(counts).cumsum(dtype=np.int64))
+    return KeptIds(torch.from_numpy(np.concatenate(ids)), ends)
+
+
+def _renumbered(kept: KeptIds, old: Tensor, new: Tensor) -> KeptIds:
+    """Return kept ids by new numbers of their tokens, `[rows, time]`; new tokens keep all ids."""
+    every = KeptIds.join([kept, KeptIds.all_of(1, device=kept.ids.device)])
+    index = torch.full((int(new.max()) + 1,), len(kept), dtype=torch.int64)
+    index[new[old >= 0]] = old[old >= 0]
+    return every.select(index)
 
 
 class _ImageStore:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, Fraction
+from ragen_pl.distributed import sum_over_ranks
+from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 
 @checked
@@ -14,13 +18,16 @@ from ragen_pl.constraints import Count, Fraction
 class Curriculum:
     """Begin the next stage when mean sampled success in the present one exceeds `above`.
 
+    In an environment that sets no `info["success"]`, the mean return takes its place, until an episode has one.
+
     All groups play the first stage. Later a fraction of them plays the present stage, and the others those before it in
     turn.
 
     Attributes:
         stages: reset options of each stage in order, none for the environment's own initial states:
             `[{}, {"min_distance": 3}]`.
-        above: mean success over the last `window` iterations of a stage; a higher one begins the next stage.
+        above: mean success over the last `window` iterations of a stage, or mean return in an environment that sets no
+            success; a higher one begins the next stage.
         fraction: fraction of the groups that play the present stage.
         window: number of iterations to average.
 
@@ -28,8 +35,10 @@ class Curriculum:
         ValueError: there are fewer than two stages.
     """
 
+    needs_trust = ()
+
     stages: Sequence[Mapping[str, object]]
-    above: Fraction
+    above: float
     fraction: Fraction
     window: Count = 5
 
@@ -37,6 +46,8 @@ class Curriculum:
         if len(self.stages) < 2:
             raise ValueError(f"stages: found {list(self.stages)}, expected two or more")
         self.history: list[float] = []
+        self.says_success: bool | None = None
+        """Whether an episode of the run has said whether the task is solved; None before a step of any."""
         self.starts: list[int] = []
         """First iteration of each stage after the first one."""
 
@@ -44,14 +55,63 @@ class Curriculum:
         """Return the number of an iteration's stage, from 0."""
         return sum(start <= iteration for start in self.starts)
 
-    def observe(self, success: float, *, iteration: int) -> None:
-        """Add an iteration's sampled success in its stage, which must be the same on every rank."""
-        self.history = [*self.history, success][-self.window :]
+    def observe(
+        self,
+        success: float,
+        *,
+        iteration: int,
+        mean_return: float = 0.0,
+        says_success: bool | None = True,
+    ) -> None:
+        """Add an iteration's sampled episodes in its stage; the arguments must be the same on every rank.
+
+        Args:
+            success: mean success.
+            iteration: number of the iteration.
+            mean_return: mean return.
+            says_success: whether an episode has said whether the task is solved; None without a step.
+        """
+        if says_success and self.says_success is False:
+            self.history = []
+        if says_success is not None and not self.says_success:
+            self.says_success = says_success
+        value = mean_return if self.says_success is False else success
+        self.history = [*self.history, value][-self.window :]
         last = len(self.starts) == len(self.stages) - 1
         full = len(self.history) == self.window
         if full and not last and sum(self.history) / self.window > self.above:
             self.starts.append(iteration + 1)
             self.history = []
+
+    def observe_played(
+        self, trajectories: Sequence[Trajectory], *, groups: int, iteration: int
+    ) -> None:
+        """Add this rank's episodes of an iteration, those in its stage. All ranks must call it.
+
+        Args:
+            trajectories: the episodes.
+            groups: number of groups of a rollout.
+            iteration: number of the iteration.
+        """
+        played = [
+            one
+            for one in trajectories
+            if one.status is not EpisodeStatus.FAILED
+            and self.plays_present_stage(one.group % groups, groups=groups, iteration=iteration)
+        ]
+        columns = [
+            (1, one.success, one.reward, one.says_success is True, one.says_success is False)
+            for one in played
+        ]
+        sums = torch.tensor(columns, dtype=torch.float64).view(-1, 5).sum(0)
+        count, solved, returns, saying, silent = sum_over_ranks(sums).tolist()
+        if count:
+            self.observe(
+                solved / count,
+                iteration=iteration,
+                mean_return=returns / count,
+                says_success=saying > 0 if saying or silent else None,
+            )
 
     def options_for(
         self, group: int, *, groups: int, iteration: int
@@ -68,8 +128,14 @@ class Curriculum:
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a resumed run needs."""
-        return {"history": list(self.history), "starts": list(self.starts)}
+        return {
+            "history": list(self.history),
+            "starts": list(self.starts),
+            "says_success": self.says_success,
+        }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore `state_dict`."""
         self.history, self.starts = list(state["history"]), list(state["starts"])  # type: ignore[call-overload]
+        # checkpoints of earlier versions hold successes
+        self.says_success = state.get("says_success", True)  # type: ignore[assignment]

@@ -29,7 +29,8 @@ from ragen_pl.distributed import (
     sum_over_ranks,
     world_size,
 )
-from ragen_pl.engines.protocol import RolloutEngine, resent_by
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.protocol import RolloutEngine, kept_ids_problem, resent_by
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.metrics.failures import FailureStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
@@ -40,7 +41,7 @@ from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.seeding import derive_seed
-from ragen_pl.trajectory import EpisodeStatus, Trajectory
+from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +173,9 @@ class RolloutDataModule(MinibatchDataModule):
             self.metrics |= selection.metrics | {"attempts": float(attempts)}
         if self.curriculum is not None:
             self.metrics["curriculum_stage"] = float(self.curriculum.stage(iteration))
-            self._observe_stage(self.curriculum, trajectories, iteration)
+            self.curriculum.observe_played(
+                trajectories, groups=self.settings.groups, iteration=iteration
+            )
         batch = self._collated(selection)
         if self._ahead.max_staleness:
             staleness = 0 if played is None else played.staleness
@@ -224,25 +227,6 @@ class RolloutDataModule(MinibatchDataModule):
             self._reward(trajectories)
             yield trajectories, left
 
-    def _observe_stage(
-        self, curriculum: Curriculum, trajectories: Sequence[Trajectory], iteration: int
-    ) -> None:
-        """Tell the curriculum the success in its present stage, over all ranks."""
-        successes = [
-            trajectory.success
-            for trajectory in trajectories
-            if trajectory.status is not EpisodeStatus.FAILED
-            and curriculum.plays_present_stage(
-                trajectory.group % self.settings.groups,
-                groups=self.settings.groups,
-                iteration=iteration,
-            )
-        ]
-        counts = torch.tensor([sum(successes), len(successes)], dtype=torch.float64)
-        solved, count = sum_over_ranks(counts).tolist()
-        if count:
-            curriculum.observe(solved / count, iteration=iteration)
-
     def _prepare_and_begin_next(
         self, module: RolloutModule, batch: TrajectoryBatch, iteration: int, *, stale: bool
     ) -> TrajectoryBatch:
@@ -254,6 +238,10 @@ class RolloutDataModule(MinibatchDataModule):
                 "iterations_ahead=0"
             )
         self._ahead.drop()
+        truncation = self.proxy.truncation
+        if truncation is not None and batch.kept is None and len(batch.samples):
+            name = type(self._engine).__name__
+            raise RolloutError(kept_ids_problem(name, truncation))
         if not self._is_last(iteration):
             engine = module.async_rollout_engine(wait_for_rollout=self._ahead.wait)
             rollout = BackgroundRollout(

@@ -89,7 +89,15 @@ class DemonstrationDataModule(MinibatchDataModule):
         set_discounted_returns(self.batch, gamma=self.settings.gamma)
 
     def _report(self, trajectories: Sequence[Trajectory]) -> None:
-        """Warn of responses that a policy could not sample to their end."""
+        """Warn of episodes without a success, and of responses that a policy could not sample to their end."""
+        if self.statistics["success"] == 0 and rank() == 0:
+            log.warning(
+                "warm_start.demonstrator: no success in %d episodes, mean return %.3g; check info['success'] of %s "
+                "and env.max_turns; until a validation has a success, best.ckpt goes by the return",
+                self.statistics["episodes"],
+                self.statistics["return"],
+                self.proxy.environments.target,
+            )
         lengths = [len(turn.response_ids) for one in trajectories for turn in one.turns]
         limit = self.proxy.max_response_tokens
         longer = sum(length > limit for length in lengths)

@@ -15,12 +15,19 @@ from ragen_pl.constraints import Count
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_by_length, split_by_tokens, split_into
 from ragen_pl.data.settings import UpdateSettings
-from ragen_pl.distributed import max_over_ranks, rank, sum_over_ranks, world_size
+from ragen_pl.distributed import (
+    gather_over_ranks,
+    max_over_ranks,
+    rank,
+    sum_over_ranks,
+    world_size,
+)
 from ragen_pl.seeding import derive_seed
 
 log = logging.getLogger(__name__)
 
 OverRanks = Callable[[Tensor], Tensor]
+_KINDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +43,10 @@ class _Part:
 class MinibatchLoader:
     """Yield `epochs x minibatches x accumulate` minibatches of a batch's samples.
 
-    Each epoch yields every sample once, in an order drawn from `seed_key`. A rank with fewer samples than
-    minibatches also yields padding rows, so all ranks take the same number of steps, and the same number of forward
-    passes in each.
+    Each epoch yields every sample once, in an order drawn from `seed_key`. Those with trained tokens are dealt to the
+    minibatches first, one rank after the other, so that as few optimizer steps as possible have none, on any number of
+    ranks. A rank with fewer samples than minibatches also yields padding rows, so all ranks take the same number of
+    steps, and the same number of forward passes in each.
 
     With `tokens_per_microbatch` each minibatch is yielded in parts, of which one forward and backward pass fits into
     memory. Their number is the same for all minibatches and ranks. `accumulate` is then that many times larger, and
@@ -52,6 +60,8 @@ class MinibatchLoader:
         tokens_per_microbatch: positions of a microbatch, padding included; None to split a minibatch by length only.
         length_buckets: largest number of microbatches of a minibatch, by length, without `tokens_per_microbatch`.
         seed_key: seed of the order: run seed, iteration, rank.
+        rank: number of this rank.
+        gather_over_ranks: lists an object of each rank; that of this one on one rank.
         world_size: number of ranks whose gradients are averaged.
         sum_over_ranks: sums a tensor over the ranks; identity on one rank.
         max_over_ranks: takes the maximum of a tensor's elements over the ranks; identity on one rank.
@@ -68,6 +78,8 @@ class MinibatchLoader:
         tokens_per_microbatch: Count | None = None,
         length_buckets: Count = 2,
         seed_key: tuple[int | str, ...] = (),
+        rank: int = 0,
+        gather_over_ranks: Callable[[list[int]], list[list[int]]] = lambda own: [own],
         world_size: int = 1,
         sum_over_ranks: OverRanks = lambda tensor: tensor,
         max_over_ranks: OverRanks = lambda tensor: tensor,
@@ -75,11 +87,15 @@ class MinibatchLoader:
         self.batch = batch
         self.world_size = world_size
         self._position = self._start = 0
+        of_row = _counts_of_rows(batch.samples)
+        kinds = _kinds(of_row)
+        counts = gather_over_ranks(torch.bincount(kinds, minlength=_KINDS).tolist())
+        firsts = _first_places(counts, rank=rank)
         plan: list[Tensor] = []
         for epoch in range(epochs):
             generator = torch.Generator().manual_seed(derive_seed(*seed_key, "shuffle", epoch))
             order = torch.randperm(len(batch.samples), generator=generator)
-            for step in order.tensor_split(minibatches):
+            for step in _dealt(order, kinds, firsts, minibatches):
                 plan.extend(step.tensor_split(accumulate))
         if tokens_per_microbatch is None:
             self._plan = self._by_length(plan, length_buckets, max_over_ranks)
@@ -88,7 +104,10 @@ class MinibatchLoader:
             self._plan = self._by_tokens(plan, tokens_per_microbatch, max_over_ranks)
             self.accumulate = accumulate * len(self._plan) // max(1, len(plan))
         self._episode_tokens = _episode_tokens(batch.samples)
-        self._counts = self._count(sum_over_ranks)
+        sums = self._count(of_row, sum_over_ranks)
+        self._counted = sums[:, :3] > 0
+        # a fraction of an episode is a count
+        self._counts = torch.cat([sums[:, :-1].clamp(min=1), sums[:, -1:]], dim=1)
 
     def _by_length(
         self, plan: Sequence[Tensor], buckets: int, max_over_ranks: OverRanks
@@ -135,24 +154,17 @@ class MinibatchLoader:
         """Continue after the minibatches that were yielded."""
         self._position = self._start = state["position"]
 
-    def _count(self, sum_over_ranks: OverRanks) -> Tensor:
+    def _count(self, of_row: Tensor, sum_over_ranks: OverRanks) -> Tensor:
         """Return the counts of every optimizer step over all ranks, float32 `[steps, 5]`.
 
-        The columns are the tokens in M_loss by their weights, the critic's tokens, the KL tokens, the samples, and the
-        episodes by the fraction of their tokens.
+        The columns are those of `_counts_of_rows`, and the episodes by the fraction of their tokens.
         """
-        samples = self.batch.samples
-        counted = samples.weight > 0
-        masks = (samples.loss_weight, samples.value_mask, samples.kl_mask)
-        sums = [mask.sum(1) * counted for mask in masks]
-        fractions = sums[0] / self._episode_tokens.clamp(min=1e-9)
-        of_row = torch.stack([*sums, counted.long(), fractions], dim=1).float()
+        fractions = of_row[:, :1] / self._episode_tokens[:, None].clamp(min=1e-9)
+        of_row = torch.cat([of_row, fractions], dim=1)
         counts = torch.zeros(len(self._plan) // self.accumulate, of_row.shape[1])
         for number, part in enumerate(self._plan):
             counts[number // self.accumulate] += of_row[part.rows].sum(0)
-        counts = sum_over_ranks(counts)
-        # a fraction of an episode is a count
-        return torch.cat([counts[:, :-1].clamp(min=1), counts[:, -1:]], dim=1)
+        return sum_over_ranks(counts)
 
     def minibatch(self, number: int) -> Minibatch:
         """Return one of the minibatches, counted from 0; the position stays."""
@@ -175,6 +187,7 @@ class MinibatchLoader:
             loss_tokens=loss_tokens,
             value_tokens=value_tokens,
             kl_tokens=kl_tokens,
+            counted=self._counted[number // self.accumulate],
             sequences=sequences,
             episodes=episodes,
             episode_tokens=self._episode_tokens[_rows(part)],
@@ -227,6 +240,8 @@ class MinibatchDataModule(pl.LightningDataModule):
             tokens_per_microbatch=self.update.tokens_per_microbatch,
             length_buckets=self.update.length_buckets,
             seed_key=(*seed_key, rank()),
+            rank=rank(),
+            gather_over_ranks=gather_over_ranks,
             world_size=world_size(),
             sum_over_ranks=sum_over_ranks,
             max_over_ranks=max_over_ranks,
@@ -254,6 +269,68 @@ class MinibatchDataModule(pl.LightningDataModule):
                 f"update.tokens_per_microbatch={limit}: {longer} of {len(samples)} samples are longer, up to "
                 f"{int(samples.length.max())} tokens; each is a microbatch of its own"
             )
+
+
+def _counts_of_rows(samples: Samples) -> Tensor:
+    """Return counts of each row, float32 `[rows, 4]`, 0 for padding rows.
+
+    The columns are the tokens in M_loss by their weights, the critic's tokens, the KL tokens and the samples.
+    """
+    counted = samples.weight > 0
+    masks = (samples.loss_weight, samples.value_mask, samples.kl_mask)
+    sums = [mask.sum(1) * counted for mask in masks]
+    return torch.stack([*sums, counted.long()], dim=1).float()
+
+
+def _kinds(of_row: Tensor) -> Tensor:
+    """Return which rows have tokens in M_loss (0), tokens for the critic or the divergence alone (1), none (2)."""
+    has = of_row[:, :3] > 0
+    return torch.where(has[:, 0], 0, torch.where(has.any(dim=1), 1, 2))
+
+
+def _first_places(counts: Sequence[Sequence[int]], *, rank: int) -> list[int]:
+    """Return the place of a rank's first row of each kind among the rows of all ranks, kind after kind.
+
+    Args:
+        counts: rows of each kind, by rank.
+        rank: number of the rank.
+
+    >>> _first_places([[2, 0, 1], [3, 1, 0]], rank=1)
+    [2, 5, 7]
+    """
+    of_rank = torch.tensor(counts).T
+    before = of_rank.flatten().cumsum(0).view_as(of_rank) - of_rank
+    firsts: list[int] = before[:, rank].tolist()
+    return firsts
+
+
+def _dealt(order: Tensor, kinds: Tensor, firsts: Sequence[int], minibatches: int) -> list[Tensor]:
+    """Split rows into minibatches; each kind of row is dealt in turn, from its first place on.
+
+    >>> _dealt(torch.arange(5), torch.tensor([0, 2, 0, 2, 2]), [0, 2, 2], 3)
+    [tensor([0, 1]), tensor([2, 3]), tensor([4])]
+    """
+    parts: list[list[Tensor]] = [[] for _ in range(minibatches)]
+    for kind, first in enumerate(firsts):
+        rows = order[kinds[order] == kind]
+        before = torch.arange(minibatches - 1, -1, -1)
+        sizes = (first + len(rows) + before) // minibatches - (first + before) // minibatches
+        for part, own in zip(parts, rows.split(sizes.tolist()), strict=True):
+            part.append(own)
+    return [torch.cat(part) for part in parts]
+
+
+def whole_minibatch(batch: TrajectoryBatch) -> Minibatch:
+    """Return all samples of a batch as the input of one training step. All ranks must call it."""
+    (minibatch,) = MinibatchLoader(
+        batch,
+        epochs=1,
+        minibatches=1,
+        world_size=world_size(),
+        sum_over_ranks=sum_over_ranks,
+        max_over_ranks=max_over_ranks,
+    )
+    return minibatch
 
 
 def _episode_tokens(samples: Samples) -> Tensor:

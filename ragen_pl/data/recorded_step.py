@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.files import atomic_write
+from ragen_pl.tensor_files import load_plain
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class RecordedStep:
         Raises:
             ValueError: it holds something else.
         """
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = load_plain(file)
         try:
             return cls(**{**state, "minibatches": _minibatches(state)})
         except (KeyError, TypeError, AttributeError) as error:

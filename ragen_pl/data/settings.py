@@ -107,9 +107,14 @@ class WarmStartSettings:
 
     @staticmethod
     def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
-        """Yield a warm start without demonstrations for each rank; see `EngineTraits`."""
+        """Yield weights that are not read, or a warm start without demonstrations for each rank; see `EngineTraits`."""
         node = cfg.get("warm_start") or {}
         if not node.get("enabled"):
+            if (weights := node.get("weights")) is not None:
+                yield (
+                    f"warm_start.weights={weights}: is not read, since warm_start.enabled=false; set "
+                    "warm_start=demonstrations or warm_start.enabled=true, or leave it out"
+                )
             return
         if not (node.get("demonstrator") or {}).get("_target_"):
             yield (

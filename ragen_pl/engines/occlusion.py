@@ -19,7 +19,7 @@ from torch import Tensor
 from ragen_pl.checked import checked
 from ragen_pl.constraints import FractionBelowOne
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine, generate
-from ragen_pl.models.images import ImageFeatures
+from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.inputs import occluded_inputs, run_decoder, shown_patches
 
 if TYPE_CHECKING:

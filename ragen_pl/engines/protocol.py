@@ -72,6 +72,10 @@ class Generation:
     """Whether the response reached `max_tokens` without an end-of-turn token."""
     version: int
     """Version of the weights that sampled it, see `RolloutEngine.load_weights`."""
+    kept_ids: np.ndarray | None = None
+    """int32 `[kept]`, ids that truncated sampling kept at each token, one token after the other; None where unknown."""
+    kept_counts: np.ndarray | None = None
+    """int32 `[response]`, number of these ids of each token, 0 for all ids."""
 
 
 class RolloutEngine(Protocol):
@@ -199,6 +203,7 @@ class EngineTraits:
         in_place: As in `RolloutEngine`.
         asynchronous: As in `RolloutEngine`.
         continuous: As in `RolloutEngine`.
+        records_kept_ids: Whether its responses have the ids that truncated sampling kept (`Generation.kept_ids`).
         shares_forward: Whether it calls the same functions on a model as the trainer does. In place on a model of this
             package, such an engine is not compared with the trainer at the start of a run.
     """
@@ -207,6 +212,7 @@ class EngineTraits:
     in_place: bool = False
     asynchronous: bool = False
     continuous: bool = False
+    records_kept_ids: bool = False
     shares_forward: bool = False
 
     @staticmethod
@@ -243,6 +249,15 @@ def check_asynchronous(engine: RolloutEngine | type[EngineTraits]) -> None:
             f"rollout.iterations_ahead=1: {name} can't sample while the policy trains; set "
             "rollout/engine=vllm_server, or rollout.iterations_ahead=0"
         )
+
+
+def kept_ids_problem(engine: str, truncation: Truncation) -> str:
+    """Return why rollouts ahead can't train on what an engine has sampled, by its name and its truncation."""
+    limits = " ".join(f"rollout.{name}={value}" for name, value in truncation.limits().items())
+    return (
+        f"rollout.iterations_ahead=1 with {limits}: {engine} does not tell which ids it kept, and newer weights would "
+        "keep others; set rollout.iterations_ahead=0, or sample from all ids"
+    )
 
 
 @runtime_checkable
@@ -355,11 +370,18 @@ def generate(
 
     Raises:
         RuntimeError: the engine returned no response for some sessions.
+        RolloutError: it returned something else.
     """
+    # it imports this module
+    from ragen_pl.engines.generation_check import InvalidGeneration, finished_responses, refused
+
     engine.submit(requests, keep=keep)
     generations: dict[int, Generation] = {}
     while len(generations) < len(requests):
-        finished = engine.collect()
+        try:
+            finished = finished_responses(engine.collect())
+        except InvalidGeneration as error:
+            raise refused(engine, error) from error
         if not finished:
             missing = sorted({request.session for request in requests} - set(generations))
             raise RuntimeError(

@@ -13,11 +13,11 @@ from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from ragen_pl.trajectory import REWARD_PART, ChatRequest, Observation
+from ragen_pl.rgb import rgb_array
+from ragen_pl.trajectory import MAX_REWARD, REWARD_PART, ChatRequest, Observation
 
-# a larger reward is infinite once returns are summed in float32
-_MAX_REWARD = 1e30
 # of a declared range of rewards, for rounding
 _TOLERANCE = 1e-6
 _GRAY = 128
@@ -128,12 +128,11 @@ class AnswerReader:
         )
 
     def _image(self, raw: object) -> np.ndarray:
-        image = np.asarray(raw)
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
-            raise TypeError(
-                f"{self.target} returned an image of shape {image.shape} and type {image.dtype}; "
-                "expected uint8 [height, width, 3]"
-            )
+        picture = raw if isinstance(raw, Image.Image) else np.asarray(raw)
+        try:
+            image = rgb_array(picture)
+        except ValueError as error:
+            raise TypeError(f"{self.target} returned {error}") from error
         # an environment may draw its next image into the same array
         return np.full_like(image, _GRAY) if self.blank_images else image.copy()
 
@@ -153,9 +152,10 @@ class AnswerReader:
     ) -> dict[str, float]:
         """Return the reward by its named parts, or whole without any."""
         reward = _number(value)
-        if reward is None or not abs(reward) < _MAX_REWARD:
+        if (problem := _reward_problem(reward)) is not None:
             found = shortened(value) if reward is None else f"{reward:g}"
-            raise ValueError(f"{self.target} returned reward {found}; expected a finite number")
+            raise ValueError(f"{self.target} returned reward {found}; {problem}")
+        assert reward is not None
         low, high = reward_range or (-math.inf, math.inf)
         if not low - _TOLERANCE <= reward <= high + _TOLERANCE:
             raise ValueError(
@@ -165,6 +165,11 @@ class AnswerReader:
         if parts is None:
             return {"environment": reward}
         amounts = self._amounts(parts)
+        for name, amount in (amounts or {}).items():
+            if (problem := _reward_problem(amount)) is not None:
+                raise ValueError(
+                    f"{self.target} returned info['reward_parts'][{shortened(name)}]={amount:g}; {problem}"
+                )
         if amounts is None or not math.isclose(
             sum(amounts.values()), reward, rel_tol=1e-6, abs_tol=1e-6
         ):
@@ -194,6 +199,17 @@ def _number(value: object) -> float | None:
     except ValueError:
         return None
     return float(array) if array.ndim == 0 and array.dtype.kind in _NUMBERS else None
+
+
+def _reward_problem(amount: float | None) -> str | None:
+    """Return what is expected of a reward or a part of one that can't be taken, None for one that can."""
+    if amount is None or not math.isfinite(amount):
+        return "expected a finite number"
+    if abs(amount) >= MAX_REWARD:
+        return (
+            f"expected a number below {MAX_REWARD:g}, so that sums of rewards stay finite; scale it"
+        )
+    return None
 
 
 def _encodable(text: str) -> str:

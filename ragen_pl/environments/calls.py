@@ -16,6 +16,7 @@ from ragen_pl.config.errors import ConfigError, in_one_line
 from ragen_pl.environments.manager import CREATION_FACTOR, EnvironmentManager
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.workers import EnvironmentWorkers, TimeLimitExceeded
+from ragen_pl.error_text import error_text
 
 T = TypeVar("T")
 
@@ -158,7 +159,7 @@ def _refusal(error: Exception, *, target: str) -> str:
     # the name of the environment is wrong
     if isinstance(error, Error | ModuleNotFoundError):
         return (
-            f"{place}: {text}; give a gymnasium id such as envs:ragen/FrozenLake-v0, or a class path such as "
+            f"{place}: {text}; give a gymnasium id such as ragen_pl.envs:ragen/FrozenLake-v0, or a class path such as "
             "my_package.my_module.MyEnv"
         )
     if text.startswith(f"{place}: "):
@@ -166,7 +167,7 @@ def _refusal(error: Exception, *, target: str) -> str:
     # an adapter names the extra that installs its library
     if isinstance(error, ImportError):
         return f"{place}: {text}"
-    cause = str(error).split(" was raised from the environment creator")[0]
+    cause = error_text(error).split(" was raised from the environment creator")[0]
     return f"env.kwargs of {target}: {' '.join(cause.split()) or type(error).__name__}"
 
 

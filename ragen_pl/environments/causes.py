@@ -44,9 +44,13 @@ def cause_of(error: BaseException) -> FailureCause:
     >>> str(cause_of(ConnectionResetError())), str(cause_of(KeyError("door")))
     ('infrastructure', 'data')
     """
-    if any(isinstance(one, _CONNECTIONS) or _is_busy(one) for one in _chain(error)):
-        return FailureCause.INFRASTRUCTURE
-    return FailureCause.DATA
+    try:
+        is_infrastructure = any(
+            isinstance(one, _CONNECTIONS) or _is_busy(one) for one in _chain(error)
+        )
+    except Exception:  # of an attribute of a user's error
+        return FailureCause.DATA
+    return FailureCause.INFRASTRUCTURE if is_infrastructure else FailureCause.DATA
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -95,6 +95,7 @@ class _Check:
         record_states = bool(OmegaConf.select(cfg, "validation.held_out"))
         settings = manager_settings(cfg.env) | {"record_states": record_states}
         self.manager = EnvironmentManager(**settings)
+        self._says_success = False
 
     def run(self) -> None:
         """Play and compare.
@@ -109,6 +110,7 @@ class _Check:
         self.calls.call("", self._check_actions)
         slot = self._reset()
         if slot.observation is None or slot.observation.request is not None:
+            self._warn_of_training_tasks()
             return  # a program waits for its policy
         shows = bool(slot.observation.images)
         content, model = ("an image", "small_vlm") if shows else ("no image", "small_lm")
@@ -127,6 +129,21 @@ class _Check:
             self._check_episodes()
         self._check_stages()
         self._warn_of_garbage()
+        if not self._says_success:
+            log.warning(
+                "%s: no step of its random episodes sets info['success'], so success is 0 everywhere; best.ckpt, the "
+                "curriculum and sweeps go by the return; set it to true or false in each step",
+                self.calls.place,
+            )
+
+    def _warn_of_training_tasks(self) -> None:
+        env = self.cfg.env
+        held_out = (env.get("validation_tasks"), env.get("held_out_fraction"))
+        if env.get("tasks") and held_out == (None, None):
+            log.warning(
+                "env.validation_tasks=null: validation plays the tasks of training; set a fraction of them that "
+                "training leaves out, such as 0.2, or the file of other tasks"
+            )
 
     def _require(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -177,6 +194,7 @@ class _Check:
         """Take a step and return its reward and whether the episode has ended."""
         answer = self.calls.call(f"step({action!r})", partial(self.env.step, action))
         step = self.calls.call("", partial(self.manager.reader.take, slot, answer))
+        self._says_success |= "success" in step.info
         return sum(step.reward_terms.values()), step.terminated or step.truncated
 
     def _played(self, seed: int, *, steps: int) -> list[_Moment]:
@@ -311,7 +329,7 @@ class _Check:
                 break
         honest, turns = float(np.mean(returns)), self.manager.max_turns
         turns = 1 if self.manager.invalid_ends else turns
-        garbage = -self.manager.format_penalty * turns
+        garbage = -self.manager.penalty(EnvironmentMembers(self.env)) * turns
         if garbage > honest:
             log.warning(
                 "%s: responses without a valid action earn %.3g an episode, more than the %.3g of random play; an "

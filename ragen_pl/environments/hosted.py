@@ -25,6 +25,7 @@ from ragen_pl.environments.manager import CREATION_FACTOR
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.process import ProcessEnvironment
 from ragen_pl.environments.workers import EnvironmentWorkers
+from ragen_pl.error_text import named_error
 from ragen_pl.trajectory import FailureCause, Observation
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ class HostedEnvironment:
             return error_message(refusal.code, str(refusal))
         except Exception as error:  # an environment may raise anything
             self.is_usable, self.is_over = False, True
-            text = f"{type(error).__name__}: {error}"
+            text = named_error(error)
             if cause_of(error) is FailureCause.INFRASTRUCTURE:
                 raise SessionBroken(text) from error
             return error_message("EXECUTION_ERROR", text)
@@ -220,7 +221,7 @@ class HostedEnvironment:
         if isinstance(outcome, Exception):
             raise outcome
         if isinstance(outcome, BaseException):
-            raise RuntimeError(f"{type(outcome).__name__}: {outcome}")
+            raise RuntimeError(named_error(outcome))
         result: T = outcome
         return result
 

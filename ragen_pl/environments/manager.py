@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import gymnasium
 from annotated_types import Interval
@@ -19,6 +19,7 @@ from annotated_types import Interval
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, NonNegative
 from ragen_pl.environments.answers import AnswerReader
+from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, SlotReader, TurnResult
 from ragen_pl.environments.workers import EnvironmentWorkers, Outcome
@@ -30,6 +31,7 @@ from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import EpisodeStatus, Observation
 
 _MAX_REDRAWS = 200
+_PENALTY = 0.05
 # the creation of an environment imports libraries and may start programs
 CREATION_FACTOR = 10.0
 # a longer wait is more than the system's clocks take
@@ -47,7 +49,8 @@ class EnvironmentManager:
         kwargs: arguments of the environment.
         max_turns: turns of an episode; the limit belongs to the task (`EpisodeStatus.TURN_LIMIT`).
         max_actions_per_turn: number of actions carried out of one response.
-        format_penalty: amount taken from a turn whose response has no valid action.
+        format_penalty: amount taken from a turn whose response has no valid action; `auto` for the one that the
+            environment declares, or 0.05.
         invalid_ends: whether such a response ends the episode; otherwise the state stays as it is.
         turn_limit_bootstraps: whether the turn limit truncates an episode (`EpisodeStatus.TRUNCATED`).
         prompt_format: required form of responses.
@@ -73,7 +76,7 @@ class EnvironmentManager:
         kwargs: Mapping[str, object] | None = None,
         max_turns: Count = 10,
         max_actions_per_turn: Count = 1,
-        format_penalty: NonNegative = 0.05,
+        format_penalty: NonNegative | Literal["auto"] = 0.05,
         invalid_ends: bool = True,
         turn_limit_bootstraps: bool = False,
         prompt_format: PromptFormat = PromptFormat.FREE_THINK,
@@ -116,6 +119,13 @@ class EnvironmentManager:
         # environments whose turn is under way, by the number of the turn
         self._stepping: dict[int, EnvironmentSlot] = {}
         weakref.finalize(self, _close_all, self._usable, self._workers)
+
+    def penalty(self, members: EnvironmentMembers) -> float:
+        """Return the amount that a response without a valid action costs in an environment."""
+        if self.format_penalty != "auto":
+            return self.format_penalty
+        declared = members.format_penalty
+        return _PENALTY if declared is None else declared
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Create an environment."""
@@ -250,6 +260,8 @@ class EnvironmentManager:
         """Begin an episode in a state that it may begin in; return how many others were drawn before."""
         spec = slot.spec
         options = dict(spec.options) if spec.options else None
+        if spec.held_out is not None and slot.members.draws_held_out:
+            options = {**(options or {}), "held_out": spec.held_out}
         answer = slot.env.reset(seed=spec.seed, options=options)
         draw = 0
         while self._is_barred(slot):
@@ -323,13 +335,13 @@ class EnvironmentManager:
         result.effective = True
         if response.problem is not None:
             result.valid = False
-            result.reward_terms["format"] = -self.format_penalty
+            result.reward_terms["format"] = -self.penalty(slot.members)
         return result
 
     def _refuse(self, slot: EnvironmentSlot, result: TurnResult) -> None:
         """Penalize an invalid response or action; it ends the episode if `invalid_ends` is set."""
         result.valid = False
-        result.reward_terms["format"] = -self.format_penalty
+        result.reward_terms["format"] = -self.penalty(slot.members)
         result.observation = slot.observation
         if self.invalid_ends and result.status is None:
             result.status = EpisodeStatus.TERMINATED
@@ -355,11 +367,16 @@ class EnvironmentManager:
 
 
 def _tool_results(shown: Sequence[Observation], *, calls: int) -> Observation:
-    """Return the observations after tool calls as one, with a result for each call."""
-    results = [observation.text for observation in shown]
-    results += ["error: not carried out"] * (calls - len(results))
-    images = [image for observation in shown for image in observation.images]
-    return Observation(text="\n".join(results), images=images, results=results)
+    """Return the observations after tool calls as one, with a result for each call and its images."""
+    not_carried_out = Observation(text="error: not carried out")
+    observations = [*shown, *[not_carried_out] * (calls - len(shown))]
+    results = [observation.text for observation in observations]
+    return Observation(
+        text="\n".join(results),
+        images=[image for observation in observations for image in observation.images],
+        results=results,
+        result_images=[len(observation.images) for observation in observations],
+    )
 
 
 def is_held_out(key: str, fraction: float) -> bool:

@@ -87,6 +87,23 @@ class EnvironmentMembers:
             f"found reward_range={shortened(declared)}, expected the lowest and the highest reward of a step"
         )
 
+    @property
+    def draws_held_out(self) -> bool:
+        """Whether `reset` takes the option `held_out`: true for an episode of validation, false for one of training."""
+        return bool(getattr(self._environment, "draws_held_out", False))
+
+    @property
+    def format_penalty(self) -> float | None:
+        """Penalty of a response without a valid action that suits its rewards; None where it declares none."""
+        declared = getattr(self._environment, "format_penalty", None)
+        if declared is None:
+            return None
+        if isinstance(declared, int | float | np.number) and 0 <= float(declared) < 1e30:
+            return float(declared)
+        raise TypeError(
+            f"found format_penalty={shortened(declared)}, expected a number, at least 0"
+        )
+
     def state_key(self) -> str | None:
         """Return text that two states share exactly when they are equal."""
         return self._call("state_key", str)

@@ -25,6 +25,7 @@ import numpy as np
 
 from ragen_pl.environments.causes import InfrastructureError, cause_of
 from ragen_pl.environments.classes import environment_class, is_gymnasium_id
+from ragen_pl.error_text import error_text, named_error
 from ragen_pl.trajectory import FailureCause
 
 _END_S = 5.0
@@ -55,7 +56,7 @@ def environment_maker(
     except Exception as error:
         raise ValueError(
             f"env.target={target}: names no environment ({error}); give a gymnasium id or a class path such as "
-            "'envs.frozen_lake.FrozenLake'"
+            "'ragen_pl.envs.frozen_lake.FrozenLake'"
         ) from error
     if process and target.rpartition(".")[0] == "__main__":
         raise ValueError(
@@ -286,9 +287,9 @@ def _send(pipe: Connection, answer: tuple[str, Any]) -> None:
     except Exception as error:
         kind, value = answer
         if kind == _OK:
-            kind, text = FailureCause.DATA, str(error)
+            kind, text = FailureCause.DATA, error_text(error)
         else:
-            text = f"{type(value).__name__}: {value}"
+            text = named_error(value)
         pipe.send((kind, RuntimeError(text)))
 
 

@@ -8,7 +8,6 @@ and at the server's end; with 1011 where infrastructure has failed under its env
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from ragen_pl.access import bearer_key, key_digest, refusal
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count, Port, Positive
 from ragen_pl.environments.hosted import (
@@ -29,6 +29,7 @@ from ragen_pl.environments.hosted import (
     SessionBroken,
     error_message,
 )
+from ragen_pl.error_text import named_error
 
 log = logging.getLogger(__name__)
 KEY = "RAGEN_PL_ENVIRONMENT_KEY"
@@ -132,6 +133,9 @@ class EnvironmentServer:
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
+        # that of a server with a key is for whoever looks after it
+        if self._key is None:
+            self._check(request)
         counts = ("sessions", "episodes", "steps", "repeated_steps", "full", "idle", "broken")
         return web.json_response(
             {
@@ -175,11 +179,11 @@ class EnvironmentServer:
         )
 
     def _check(self, request: web.Request) -> None:
-        """Refuse a request without the key."""
-        given = request.headers.get("Authorization", "")
-        if self._key is not None and not hmac.compare_digest(
-            given.encode(), f"Bearer {self._key}".encode()
-        ):
+        """Refuse a request without the key; where there is none, one of another host or origin."""
+        if self._key is None:
+            if (reason := refusal(request.headers)) is not None:
+                raise web.HTTPForbidden(text=reason)
+        elif key_digest(bearer_key(request.headers)) != key_digest(self._key):
             raise web.HTTPUnauthorized(text=f"send the server's {KEY} as a bearer token")
 
     async def _serve(self, request: web.Request) -> web.WebSocketResponse:
@@ -226,8 +230,8 @@ class EnvironmentServer:
             await self.say(session, error_message("SESSION_ERROR", str(error)))
             await session.socket.close(code=WSCloseCode.INTERNAL_ERROR)
         except Exception as error:  # of a constructor
-            log.warning("an environment cannot be made: %s: %s", type(error).__name__, error)
-            text = f"{type(error).__name__}: {error}"
+            text = named_error(error)
+            log.warning("an environment cannot be made: %s", text)
             await self.say(session, error_message("FACTORY_ERROR", text))
             await session.socket.close(code=WSCloseCode.INTERNAL_ERROR)
         finally:

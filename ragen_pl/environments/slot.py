@@ -12,6 +12,7 @@ from ragen_pl.environments.answers import AnswerReader, Step
 from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.workers import TimeLimitExceeded
+from ragen_pl.error_text import named_error
 from ragen_pl.trajectory import EpisodeStatus, FailureCause, Observation, Relation, Statement
 
 
@@ -115,7 +116,7 @@ class EnvironmentSlot:
 
     def fail(self, error: BaseException) -> None:
         """Record the error of a reset or a turn."""
-        self.error = f"{type(error).__name__}: {error}"
+        self.error = named_error(error)
         self.cause = cause_of(error)
         self.hangs = isinstance(error, TimeLimitExceeded)
 

@@ -30,6 +30,7 @@ from ragen_pl.evaluation.report import (
 from ragen_pl.evaluation.sampling import SamplingSettings
 from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
 from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
+from ragen_pl.metrics.proportions import objective
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.phases import phase
 from ragen_pl.prompts.context import ContextManager
@@ -68,10 +69,12 @@ class Evaluation:
     validation_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
-    def first_success(self) -> float:
-        """The first policy's success on the first validation set."""
+    def objective(self) -> float:
+        """The first policy's success on the first validation set, or its return where none is reported."""
         policies: dict[str, Any] = next(iter(self.validation_sets.values()))["policies"]
-        return float(next(iter(policies.values()))["success"])
+        value = objective(next(iter(policies.values())))
+        assert value is not None
+        return float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,9 @@ class Evaluator:
     def _validation_set(
         self, settings: ValidationSettings, *, context: Context, blank: bool = False, **changes: Any
     ) -> ValidationSet:
-        environments = build_environments(OmegaConf.create(settings.env), blank_images=blank)
+        environments = build_environments(
+            OmegaConf.create(settings.env), blank_images=blank, record_states=True
+        )
         return ValidationSet(
             settings.name,
             build_proxy(self.cfg.rollout, environments=environments, context=context, **changes),

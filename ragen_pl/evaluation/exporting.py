@@ -15,8 +15,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.files import whole_folder
 from ragen_pl.finite import first_non_finite
-from ragen_pl.models.adapters import has_adapters, merge_adapters, only_adapters_are_trained
+from ragen_pl.models.adapters import (
+    base_is_changed,
+    has_adapters,
+    merge_adapters,
+    only_adapters_are_trained,
+)
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.run.build import plain
 from ragen_pl.run.checkpoints import EXPORTED
@@ -47,8 +53,8 @@ def export(cfg: DictConfig) -> Path:
     """Write model, tokenizer, processor and settings, or the adapters alone, and return the folder.
 
     Raises:
-        ConfigError: a weight is not finite, or `adapters` are wanted of a policy that has none or that trained other
-            weights too.
+        ConfigError: a weight is not finite, or `adapters` are wanted of a policy that has none, that trained other
+            weights too or whose adapters changed the weights under them.
     """
     bundle = load_bundle(cfg)
     spoiled = first_non_finite(dict(bundle.model.named_parameters()))
@@ -61,30 +67,36 @@ def export(cfg: DictConfig) -> Path:
         return _export_adapters(bundle, folder)
     merged = has_adapters(bundle.model)
     merge_adapters(bundle.model)
-    folder.mkdir(parents=True, exist_ok=True)
-    bundle.save(folder)
-    if type(bundle.model).__module__.startswith(PACKAGE):
-        _copy_code(folder)
-    settings = plain(cfg)
-    exported = {
-        "run_dir": cfg.source.run,
-        "checkpoint": cfg.source.checkpoint,
-        "settings": {
-            **{name: settings[name] for name in ("env", "context", "rollout")},
-            "model": {"build": {"dtype": _dtype(bundle), **_attention(settings)}},
-            "validation": {
-                "episodes": cfg.validation.episodes,
-                "baselines": settings["validation"]["baselines"],
-                "held_out": cfg.source.held_out > 0,
-                # A warm start with adapters does not fit the merged model.
-                "warm_start": not merged,
-            },
-        },
-    }
-    write_settings(folder / EXPORTED, OmegaConf.to_yaml(OmegaConf.create(exported)))
+    with whole_folder(folder) as partial:
+        bundle.save(partial)
+        if type(bundle.model).__module__.startswith(PACKAGE):
+            _copy_code(partial)
+        write_settings(partial / EXPORTED, OmegaConf.to_yaml(_settings(cfg, bundle, merged=merged)))
     log.info("%-11s%s", "written to", folder)
     log.info("%-11s%s", "evaluate", f"python -m ragen_pl.evaluate ckpt={folder}")
     return folder
+
+
+def _settings(cfg: DictConfig, bundle: ModelBundle, *, merged: bool) -> DictConfig:
+    """Return the settings to evaluate a written policy as it was trained."""
+    settings = plain(cfg)
+    return OmegaConf.create(
+        {
+            "run_dir": cfg.source.run,
+            "checkpoint": cfg.source.checkpoint,
+            "settings": {
+                **{name: settings[name] for name in ("env", "context", "rollout")},
+                "model": {"build": {"dtype": _dtype(bundle), **_attention(settings)}},
+                "validation": {
+                    "episodes": cfg.validation.episodes,
+                    "baselines": settings["validation"]["baselines"],
+                    "held_out": cfg.source.held_out > 0,
+                    # A warm start with adapters does not fit the merged model.
+                    "warm_start": not merged,
+                },
+            },
+        }
+    )
 
 
 def _export_adapters(bundle: ModelBundle, folder: Path) -> Path:
@@ -97,8 +109,14 @@ def _export_adapters(bundle: ModelBundle, folder: Path) -> Path:
         raise ConfigError(
             "adapters=true: the projector was trained too, and adapters alone would lack it; leave it out"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    bundle.save(folder)
+    if base_is_changed(bundle.model):
+        raise ConfigError(
+            "adapters=true: the initial values of the adapters have changed the weights under them "
+            "(model.build.lora.init_lora_weights), so they do not fit the model that was loaded; leave it out to write "
+            "the merged model"
+        )
+    with whole_folder(folder) as partial:
+        bundle.save(partial)
     base = next(iter(bundle.model.peft_config.values())).base_model_name_or_path
     log.info("%-11s%s", "written to", folder)
     log.info(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omegaconf import DictConfig
 
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.run.tracking import flattened, known_run, tracking_uri
-from ragen_pl.run.trust import is_own
+from ragen_pl.run.tracking import flattened, known_run, may_name
 from ragen_pl.viewing.records import FILE, read_records
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
@@ -36,8 +35,8 @@ def tracked_run(cfg: DictConfig) -> dict[str, str] | None:
         return None
     folder = Path(cfg.source.run)
     run = known_run(folder)
-    own = cfg.trust or is_own(folder / "config.yaml")
-    return run if run and (own or run["tracking_uri"] == tracking_uri(cfg.paths.root)) else None
+    known = run and (cfg.trust or may_name(folder, run["tracking_uri"], cfg.paths.root))
+    return run if known else None
 
 
 def log_evaluation(

@@ -105,6 +105,12 @@ def notes(about: Mapping[str, Any], validation_sets: ValidationResults) -> list[
                 f"{name}: training held out the first {set_aside} of the {total} initial states; "
                 "it may have used the others."
             )
+        distinct = [each.get("distinct_states") for each in validation_set["policies"].values()]
+        if distinct and distinct[0] is not None and distinct[0] < total:
+            lines.append(
+                f"{name}: {distinct[0]:.0f} of the {total} initial states are distinct; episodes from equal ones "
+                "depend on each other, which widens the intervals."
+            )
         for policy, metrics in validation_set["policies"].items():
             if failed := metrics.get("failed_episodes"):
                 total = failed + metrics["episodes"]

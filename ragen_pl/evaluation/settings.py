@@ -9,8 +9,9 @@ checked (`ragen_pl.run.trust`).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,17 @@ from ragen_pl.checked import checked
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import config_dir, searched
+from ragen_pl.config.references import (
+    references_in,
+    references_of_environment,
+    with_references,
+)
 from ragen_pl.config.settings import keys_of
 from ragen_pl.constraints import CountOrZero
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
-from ragen_pl.run.trust import check_settings, is_own
+from ragen_pl.run.trust import check_folder, check_settings, is_own, replaced_by
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
 _ENGINE, _BASELINES = "rollout/engine", "validation/baselines"
@@ -69,6 +75,26 @@ class Source:
     environment: str | None = None
 
 
+def resolve_evaluation(args: argparse.Namespace) -> list[str]:
+    """Return the overrides of an evaluation as `resolve_settings` does, with `logger=none` as `mlflow=false`.
+
+    Raises:
+        ConfigError: as `resolve_settings`, or another logger than MLflow is given.
+    """
+    overrides = []
+    for line in args.overrides:
+        key, _, value = line.partition("=")
+        if key.lstrip("+") != "logger":
+            overrides.append(line)
+        elif value in ("none", "null"):
+            overrides.append("mlflow=false")
+        elif value != "mlflow":
+            raise ConfigError(
+                f"{line}: an evaluation is logged to MLflow, under its run, or nowhere; set logger=none or mlflow=true"
+            )
+    return resolve_settings(argparse.Namespace(**vars(args) | {"overrides": overrides}))
+
+
 def resolve_settings(args: argparse.Namespace) -> list[str]:
     """Store the config `trained` and return the remaining overrides for Hydra.
 
@@ -84,7 +110,7 @@ def resolve_settings(args: argparse.Namespace) -> list[str]:
         raise ConfigError(translated(error)) from error
     overrides = {override.key_or_group: override for override in parsed}
     trained = _trained_settings(overrides, args=args)
-    ConfigStore.instance().store(name="trained", node=OmegaConf.create(trained))
+    ConfigStore.instance().store(name="trained", node=trained)
     remaining = [_line(override) for override in parsed if override.key_or_group not in _RESOLVED]
     ckpt = _value(overrides, "ckpt")
     if ckpt is not None:
@@ -94,10 +120,13 @@ def resolve_settings(args: argparse.Namespace) -> list[str]:
     return remaining
 
 
-def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Namespace) -> Settings:
+def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Namespace) -> DictConfig:
     env, model, ckpt = (_value(overrides, name) for name in ("env", "model", "ckpt"))
     engine = _value(overrides, _ENGINE)
-    shipped = _shipped([f"env={env}"] if env else [], args=args)
+    chosen = [f"env={env}"] if env else []
+    composed = _composed(chosen, args=args)
+    shipped = _plain(composed)
+    references = references_in(composed, "env", "context", "rollout")
     settings = _default_settings(shipped)
     settings["source"]["untrained"] = model is not None
     root = _value(overrides, "paths.root") or shipped["paths"]["root"]
@@ -115,25 +144,36 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
             )
         _apply_checkpoint(settings, checkpoint, keep_env=env is not None)
     if model:
-        settings["model"] = _shipped([f"model={model}"], args=args)["model"]
+        with_model = _composed([*chosen, f"model={model}"], args=args)
+        settings["model"] = _plain(with_model)["model"]
+        references |= references_in(with_model, "model")
     if (ckpt or model) and not env and not has_run:
         raise ConfigError("env has no value, and the weights name no environment; set env=…")
-    if has_run and not (_is_true(overrides, "trust") or is_own(checkpoint.settings_file)):
-        _check_foreign(settings, overrides, file=checkpoint.settings_file)
+    if ckpt and not (_is_true(overrides, "trust") or is_own(checkpoint.settings_file)):
+        check_folder(checkpoint.folder, key=f"ckpt={ckpt}", is_model=checkpoint.is_folder)
+        if has_run:
+            _check_foreign(settings, overrides, checkpoint)
+    if has_run and not env:
+        references |= references_of_environment(
+            settings["env"].get("target"), _folders(overrides, args=args)
+        )
     if engine:
-        settings["rollout"]["engine"] = _shipped_engine(engine, args=args)
+        with_engine = _composed([f"{_ENGINE}={engine}"], args=args)
+        settings["rollout"]["engine"] = _plain(with_engine)["rollout"]["engine"]
+        references |= references_in(with_engine, "rollout.engine")
     if baselines := _value(overrides, _BASELINES):
-        chosen = [f"env={env}"] if env else []
-        with_baselines = _shipped([*chosen, f"{_BASELINES}={baselines}"], args=args)
+        with_baselines = _plain(_composed([*chosen, f"{_BASELINES}={baselines}"], args=args))
         settings["validation"]["baselines"] = with_baselines["validation"]["baselines"]
     build = settings["model"]["build"]
     if "max_tokens" in build and (model or (ckpt and checkpoint.is_folder)):
         # other policies keep the positions of their run
         build["max_tokens"] = "${context.max_tokens}"
-    return settings
+    return with_references(settings, references)
 
 
-def _check_foreign(settings: Settings, overrides: Mapping[str, Override], *, file: Path) -> None:
+def _check_foreign(
+    settings: Settings, overrides: Mapping[str, Override], checkpoint: Checkpoint
+) -> None:
     """Check the settings that come from a file of somebody else: those that the command line did not choose.
 
     Raises:
@@ -147,18 +187,10 @@ def _check_foreign(settings: Settings, overrides: Mapping[str, Override], *, fil
         taken["rollout"] = {
             key: value for key, value in taken["rollout"].items() if key != "engine"
         }
-    named = {text for override in overrides.values() for text in _texts(override.value())}
-    check_settings(taken, file=file, named=named, keys=overrides)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        for child in value:
-            yield from _texts(child)
-    else:
-        yield str(value)
+    given = [replaced_by(key, override.value()) for key, override in overrides.items()]
+    if checkpoint.is_folder:
+        given.append(iter([("model.build.path", str(checkpoint.path))]))
+    check_settings(taken, file=checkpoint.settings_file, given=dict(chain.from_iterable(given)))
 
 
 def _default_settings(shipped: Settings) -> Settings:
@@ -231,9 +263,9 @@ def _of_episodes(rollout: Settings) -> Settings:
     }
 
 
-def _shipped(overrides: list[str], *, args: argparse.Namespace) -> Settings:
-    """Return the training config with these overrides as plain settings."""
-    settings = OmegaConf.to_container(_composed(overrides, args=args), resolve=True)
+def _plain(cfg: DictConfig) -> Settings:
+    """Return a composed configuration as plain settings."""
+    settings = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(settings, dict)
     return {str(key): value for key, value in settings.items()}
 
@@ -254,12 +286,15 @@ def _composed(overrides: list[str], *, args: argparse.Namespace) -> DictConfig:
             raise ConfigError(translated(error)) from error
 
 
-def _shipped_engine(name: str, *, args: argparse.Namespace) -> Settings:
-    """Return the settings of a rollout engine, which refer to those of the context."""
-    cfg = _composed([f"{_ENGINE}={name}"], args=args)
-    engine = OmegaConf.to_container(cfg.rollout.engine, resolve=False)
-    assert isinstance(engine, dict)
-    return {str(key): value for key, value in engine.items()}
+def _folders(overrides: Mapping[str, Override], *, args: argparse.Namespace) -> list[Path]:
+    """Return the folders of configurations that the command line adds to the shipped one."""
+    given = [folder for folder in (args.config_dir, args.config_path) if folder]
+    searched_too = overrides.get("hydra.searchpath")
+    places = searched_too.value() if searched_too is not None else None
+    for place in places if isinstance(places, list) else []:
+        kind, _, folder = str(place).partition("://")
+        given += [folder] if kind == "file" else []
+    return [Path(folder).resolve() for folder in given]
 
 
 def _line(override: Override) -> str:

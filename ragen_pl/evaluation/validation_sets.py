@@ -48,9 +48,8 @@ def validation_settings(cfg: DictConfig) -> list[ValidationSettings]:
     """Return the config's validation sets in order, without those that are null.
 
     A validation set's `kwargs` are merged into the environment's. All its other settings replace the
-    environment's.
+    environment's, and settings that refer to them follow.
     """
-    env = _plain(cfg.env)
     settings = []
     for name, node in (cfg.validation_sets or {}).items():
         if node is None:
@@ -58,11 +57,12 @@ def validation_settings(cfg: DictConfig) -> list[ValidationSettings]:
         own = _plain(node)
         not_of_environment = keys_of(ValidationSettings)
         changes = {key: value for key, value in own.items() if key not in not_of_environment}
-        kwargs = {**(env.get("kwargs") or {}), **(changes.pop("kwargs", None) or {})}
+        kwargs = changes.pop("kwargs", None) or {}
+        env = _changed(cfg, changes)
         settings.append(
             ValidationSettings(
                 name=str(name),
-                env={**env, **changes, "kwargs": kwargs},
+                env={**env, "kwargs": {**(env.get("kwargs") or {}), **kwargs}},
                 episodes=own.get("episodes") or cfg.validation.episodes,
                 key=own.get("key") or "held_out",
                 options=own.get("options"),
@@ -75,6 +75,15 @@ def environment_key(env: Mapping[str, Any]) -> str:
     """Return the settings that determine an environment's initial states, as text."""
     kwargs = sorted((env.get("kwargs") or {}).items())
     return f"{env.get('target')} {kwargs}"
+
+
+def _changed(cfg: DictConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the environment with changes to some of them."""
+    changed = cfg.copy()
+    OmegaConf.set_struct(changed, False)
+    for key, value in changes.items():
+        changed.env[key] = value
+    return _plain(changed.env)
 
 
 def _plain(node: Any) -> dict[str, Any]:

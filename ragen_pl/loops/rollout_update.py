@@ -139,13 +139,19 @@ class RolloutUpdateLoop(_FitLoop):
         super().on_advance_start()
 
     def advance(self) -> None:
-        """Run the update phase, or only the validation that is left of a resumed one."""
+        """Run the update phase, or only the validation that is left of a resumed one, and validate the last weights."""
         if not self._finishing:
             super().advance()
         elif not self._validated:
             assert self._data_fetcher is not None
             if self.epoch_loop._should_check_val_fx(self._data_fetcher):
                 self._validate()
+        if (
+            is_last_iteration(self.trainer)
+            and not self._validated
+            and self.trainer.enable_validation
+        ):
+            self._validate()
 
     def on_advance_end(self) -> None:
         """Drop the buffer and end the iteration. A checkpoint of its end does not hold the buffer.
@@ -323,6 +329,14 @@ class RolloutUpdate(pl.Callback):
         """Note that the validation has ended."""
         if isinstance(trainer.fit_loop, RolloutUpdateLoop):
             trainer.fit_loop.note_validation(ended=True)
+
+
+def is_last_iteration(trainer: pl.Trainer) -> bool:
+    """Return whether the run ends with the present iteration, as far as is known before its end."""
+    limit = trainer.max_epochs
+    by_steps = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+    by_epochs = limit not in (None, -1) and trainer.current_epoch + 1 >= limit
+    return bool(trainer.should_stop or by_steps or by_epochs)
 
 
 def log_step(trainer: pl.Trainer) -> None:

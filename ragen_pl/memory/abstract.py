@@ -6,7 +6,7 @@ models do, and return fake tensors. So what a run would allocate can be counted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -24,11 +24,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ragen_pl.memory.named import named_config
 from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.facts import image_features_of
+from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.images import (
     PIXELS_PER_CALL,
     HeldFeatures,
     ImageEncoder,
-    ImageFeatures,
     encoder_outputs,
     joined,
 )
@@ -231,7 +232,7 @@ class AbstractImages:
 
     def _features(self, processed: Mapping[str, Any]) -> ImageFeatures:
         arguments = self.facts.vision_arguments
-        encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
+        encode = image_features_of(self.model)
         output = encode(**{name: value for name, value in processed.items() if name in arguments})
         features = output.pooler_output
         self._listed = not isinstance(features, Tensor)
@@ -275,6 +276,11 @@ class AbstractImages:
         """Check that a prompt may show these images; see `ImageEncoder.check_together`."""
         assert self.written is not None
         self.written.check_together(images)
+
+    def token_types(self, ids: Tensor, *, shown: bool) -> dict[str, Tensor]:
+        """Return the types of tokens that the model's forward takes; see `ImageEncoder.token_types`."""
+        types = ids.eq(-1 if self.facts.image_token_id is None else self.facts.image_token_id)
+        return dict.fromkeys(self.facts.type_arguments, types.long()) if shown else {}
 
     def outputs(self, features: ImageFeatures) -> dict[str, Any]:
         """Return features as the `mm_encoder_outputs` of the model's forward."""

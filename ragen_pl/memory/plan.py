@@ -297,6 +297,9 @@ def plan_phases(
         in_backward = _gathered_in_call(agent, layers=1, trained=True)
     positions = workload.samples * workload.length
     scored = max(workload.length, min(agent.tokens_per_forward, positions))
+    if agent.critic is not None:
+        # the prompt after an episode that the context cuts is as long as the context at most, and is scored too
+        scored = max(scored, cfg.context.max_tokens)
     # images are encoded before the decoder runs
     shared = workload.all_images * encoder.features <= SHARED_BYTES
     scored_images = scored // workload.length * len(workload.images)

@@ -65,8 +65,10 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a validation set's episodes; groups are the samples of one initial state.
 
-    Failed episodes are counted and enter no other metric; pass@k is that of the groups with k others. Metrics of no
-    responses at all are left out.
+    Failed episodes are counted and enter no other metric. pass@k is that of the groups with k others, each weighted by
+    its number of others, so that pass@1 is the success. Metrics of no responses at all are left out. `distinct_states`
+    is the number of initial states that differ, where turns record them; the interval of success takes episodes from
+    equal ones as samples of a group.
 
     Raises:
         ValueError: every episode failed.
@@ -75,17 +77,23 @@ def validation_metrics(
     if not groups:
         raise ValueError("every episode failed")
     rollout = rollout_metrics(trajectories)
-    metrics = {"episodes": rollout["episodes"]} | clustered(groups).metrics("success")
+    states = _successes_by_state(trajectories)
+    metrics = {"episodes": rollout["episodes"]} | clustered(states or groups).metrics("success")
+    if states is not None:
+        metrics["distinct_states"] = float(len(states))
     metrics |= {name: rollout[name] for name in _ROLLOUT_METRICS if not math.isnan(rollout[name])}
+    if "success_reported" in rollout:
+        metrics["success_reported"] = rollout["success_reported"]
     failed = rollout["failed_episodes"] > 0
     for k in pass_ks:
-        rates = [
-            pass_at(k, samples=len(samples), successes=sum(samples))
-            for samples in groups
-            if len(samples) >= k or not failed
-        ]
-        if rates:
-            interval = wilson(math.fsum(rates) / len(rates), count=len(rates))
+        counted = [samples for samples in groups if len(samples) >= k or not failed]
+        if counted:
+            rates = [
+                pass_at(k, samples=len(samples), successes=sum(samples)) for samples in counted
+            ]
+            weighted = math.fsum(len(one) * rate for one, rate in zip(counted, rates, strict=True))
+            mean = weighted / sum(map(len, counted))
+            interval = wilson(mean, count=len(rates))
             metrics |= interval.metrics(f"pass@{k}")
     return metrics
 
@@ -101,7 +109,9 @@ def success_by_difficulty(trajectories: Sequence[Trajectory]) -> dict[int, dict[
             levels[trajectory.difficulty].append(trajectory)
     return {
         difficulty: {"episodes": float(len(episodes))}
-        | clustered(_successes_by_group(episodes)).metrics("success")
+        | clustered(_successes_by_state(episodes) or _successes_by_group(episodes)).metrics(
+            "success"
+        )
         for difficulty, episodes in sorted(levels.items())
     }
 
@@ -112,3 +122,19 @@ def _successes_by_group(trajectories: Sequence[Trajectory]) -> list[list[bool]]:
         if trajectory.status is not EpisodeStatus.FAILED:
             groups[trajectory.group].append(bool(trajectory.success))
     return list(groups.values())
+
+
+def _successes_by_state(trajectories: Sequence[Trajectory]) -> list[list[bool]] | None:
+    """Return the successes from each initial state; None where they are not recorded, or are all one.
+
+    A greedy policy plays the same episode from equal states, unless the environment draws more. An environment with one
+    initial state has no others to generalize to.
+    """
+    states: dict[str, list[bool]] = defaultdict(list)
+    for trajectory in trajectories:
+        if trajectory.status is not EpisodeStatus.FAILED:
+            key = trajectory.turns[0].state_key if trajectory.turns else None
+            if key is None:
+                return None
+            states[key].append(bool(trajectory.success))
+    return list(states.values()) if len(states) > 1 else None

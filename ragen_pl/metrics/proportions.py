@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Quantile of the normal distribution for a 95% interval.
@@ -44,3 +45,13 @@ def wilson(proportion: float, *, count: float) -> Proportion:
     low = max(0.0, min(proportion, center - spread))
     high = min(1.0, max(proportion, center + spread))
     return Proportion(proportion, low, high)
+
+
+def objective(metrics: Mapping[str, float], prefix: str = "") -> float | None:
+    """Return what sweeps maximize: the success, or the return where the environment reports no success.
+
+    >>> objective({"val/success": 0.0, "val/return": 2.5, "val/success_reported": 0.0}, "val/")
+    2.5
+    """
+    reported = metrics.get(f"{prefix}success_reported") != 0.0
+    return metrics.get(f"{prefix}{'success' if reported else 'return'}")

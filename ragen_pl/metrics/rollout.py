@@ -29,6 +29,8 @@ from ragen_pl.trajectory import (
 _SUMS = (
     "episodes",
     "successes",
+    "says_success",
+    "says_no_success",
     "return",
     "return_square",
     "turns",
@@ -41,6 +43,7 @@ _SUMS = (
     "hit_length_limit",
     "failed",
     "turn_limit",
+    "truncated",
     "described_states",
     "correct_thoughts",
     "groups",
@@ -70,6 +73,7 @@ METRICS: Final = (
     "failed",
     "failed_episodes",
     "turn_limit",
+    "truncated",
     "think_accuracy",
     "observation_accuracy",
     "prediction_accuracy",
@@ -77,6 +81,7 @@ METRICS: Final = (
     "summaries",
     "samples_per_episode",
     "joined_fraction",
+    "success_reported",
 )
 """Names of the metrics that `RolloutStatistics.compute` returns, which the config reads from the source."""
 
@@ -129,6 +134,8 @@ class RolloutStatistics(NamedSums):
 
         `episodes` is the number of those that have not failed, over which the means are, `failed` the fraction of all
         that have.
+        `success_reported` is 0 where no step of any episode said whether the task is solved, and is left out elsewhere.
+        `truncated` is the fraction of episodes that a limit from outside cut, such as that of the context.
         `reward/<name>` is the mean over episodes of a named part of the environment's reward. `not_joined_<reason>` is
         the number of programs' requests that were rendered as a whole, by the first of `DIFFERENCES`.
         """
@@ -150,6 +157,7 @@ class RolloutStatistics(NamedSums):
             "failed": ratio(total["failed"], episodes + total["failed"]),
             "failed_episodes": total["failed"],
             "turn_limit": ratio(total["turn_limit"], episodes),
+            "truncated": ratio(total["truncated"], episodes),
         }
         optional = {
             "entropy": ("entropy", "entropy_tokens"),
@@ -164,6 +172,8 @@ class RolloutStatistics(NamedSums):
             for name, (summed, count) in optional.items()
             if total[count]
         }
+        if total["says_no_success"] and not total["says_success"]:
+            metrics["success_reported"] = 0.0
         if total["summaries"]:
             metrics["summaries"] = ratio(total["summaries"], episodes)
         if total["requests"]:
@@ -196,7 +206,10 @@ def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:
     at_turn_limit = trajectory.status is EpisodeStatus.TURN_LIMIT
     sums["episodes"] += 1
     sums["turn_limit"] += at_turn_limit and not trajectory.success
+    sums["truncated"] += trajectory.status is EpisodeStatus.TRUNCATED
     sums["successes"] += trajectory.success
+    sums["says_success"] += trajectory.says_success is True
+    sums["says_no_success"] += trajectory.says_success is False
     sums["return"] += trajectory.reward
     sums["return_square"] += trajectory.reward**2
 

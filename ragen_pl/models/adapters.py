@@ -12,17 +12,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ragen_pl.constraints import Count, Fraction, Positive
-from ragen_pl.models.settings import NO_PEFT
+from ragen_pl.models.merging import adapted_layers, check_merging, merged_layer, plain_names
+from ragen_pl.models.settings import NO_PEFT, lora_problem
 from ragen_pl.models.vision_parts import VisionParts, weights_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
     from transformers import PreTrainedModel
+
+# entry of the settings of adapters, which peft does not save
+_BASE_CHANGED = "base_changed"
+# in a name, what adapters put between a layer and its weights
+_UNDER = re.compile(r"(\.base_layer)+(?=\.)")
+# values of a weight that are compared
+_VALUES = 4096
 
 
 class LoraSettings(TypedDict, total=False):
@@ -92,31 +101,43 @@ def add_lora(
     Raises:
         ModuleNotFoundError: peft is not installed.
         TypeError: `LoraConfig` has no such setting.
-        ValueError: A setting is out of range, or no layer has such a name.
+        ValueError: A setting is out of range, no layer has such a name, or the adapters can't be merged.
     """
     try:
         from peft import LoraConfig
         from peft.tuners.tuners_utils import cast_adapter_dtype
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(NO_PEFT) from error
-    config = LoraConfig(**{"target_modules": "all-linear", **settings})
+    if problem := lora_problem(settings):
+        raise ValueError(problem)
+    try:
+        config = LoraConfig(**{"target_modules": "all-linear", **settings})
+    except ValueError as error:
+        raise ValueError(f"{_place(settings)}: {error}") from error
     config.exclude_modules = _combined_exclusions(config.exclude_modules, excluded)
-    if config.modules_to_save or config.bias != "none":
-        raise ValueError(
-            "model.build.lora: modules_to_save and bias train weights that are no adapters and can neither be "
-            "switched off nor merged; leave them out"
-        )
+    names, before = set(model.state_dict()), _some_values(model)
     with warnings.catch_warnings():
         # refused below with a message of our own
         warnings.filterwarnings("ignore", message=".*a tied layer is part of the adapter")
+        if not settings.keys() & {"rank_pattern", "alpha_pattern"}:
+            # peft's own patterns for fused experts
+            warnings.filterwarnings("ignore", message=".*_pattern keys did not match")
         try:
             model.add_adapter(config)
-        except ValueError as error:
-            targets, reason = settings.get("target_modules"), str(error).split(". ")[0]
-            raise ValueError(
-                f"model.build.lora.target_modules={targets}: {reason}; layers of the image encoder need "
-                "model.build.freeze_vision=false"
-            ) from error
+        # peft raises errors of many types for settings that do not fit the layers
+        except Exception as error:
+            reason = str(error).partition("\n")[0].split(". ")[0]
+            if not isinstance(error, ValueError):
+                reason = f"peft can't make them ({type(error).__name__}: {reason})"
+            if excluded is not None:
+                reason += "; layers of the image encoder need model.build.freeze_vision=false"
+            targets = settings.get("target_modules")
+            place = (
+                _place(settings)
+                if targets is None
+                else f"model.build.lora.target_modules={targets}"
+            )
+            raise ValueError(f"{place}: {reason}") from error
     # added in the model's dtype
     for name in model.peft_config:
         cast_adapter_dtype(model, name)
@@ -125,6 +146,37 @@ def add_lora(
             "model.build.lora.target_modules: adapters on the embeddings or the head can't be merged where the two "
             "share weights; leave them out"
         )
+    if plain_names(model) != names:
+        raise ValueError(
+            f"{_place(settings)}: its adapters change which layers the model has, so the merged weights would not fit "
+            "it; leave such settings out"
+        )
+    vars(_settings(model))[_BASE_CHANGED] = _base_changed(model, before)
+    check_merging(model, place=_place(settings))
+
+
+def _place(settings: Mapping[str, Any]) -> str:
+    given = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    return f"model.build.lora={{{given}}}"
+
+
+def _some_values(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return some values of each weight that has data, by its name without adapters."""
+    return {
+        _UNDER.sub("", name): _sampled(weight)
+        for name, weight in model.named_parameters()
+        if not weight.is_meta
+    }
+
+
+def _sampled(weight: Tensor) -> Tensor:
+    return weight.detach().flatten()[:: max(1, weight.numel() // _VALUES)].clone()
+
+
+def _base_changed(model: PreTrainedModel, before: Mapping[str, Tensor]) -> bool:
+    """Return whether weights of a model are others than before its adapters were added."""
+    now = _some_values(model)
+    return any(not torch.equal(now[name], values) for name, values in before.items())
 
 
 def _combined_exclusions(
@@ -154,6 +206,14 @@ def only_adapters_are_trained(model: PreTrainedModel) -> bool:
     )
 
 
+def base_is_changed(model: PreTrainedModel) -> bool:
+    """Return whether the weights under the adapters were changed when these were made, as PiSSA and OLoRA do.
+
+    The model without such adapters is not the model that was loaded.
+    """
+    return any(vars(settings).get(_BASE_CHANGED, False) for settings in model.peft_config.values())
+
+
 def largest_rank(model: PreTrainedModel) -> int:
     """Return the largest rank of the model's adapters."""
     settings = _settings(model)
@@ -166,8 +226,20 @@ def unservable_adapters(model: PreTrainedModel) -> str | None:
         return "the policy has no adapters"
     if not only_adapters_are_trained(model):
         return "other weights than those of adapters are trained too"
-    if _settings(model).use_dora:
-        return "DoRA scales the weights under its adapters"
+    from peft.tuners.lora import ParamWrapper
+
+    if base_is_changed(model):
+        return "the adapters' initial values have changed the weights under them"
+    settings = _settings(model)
+    for name, layer in adapted_layers(model).items():
+        scale = settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
+        trained = {end for end, weight in layer.named_parameters() if weight.requires_grad}
+        (adapter,) = layer.active_adapters
+        served = {f"lora_{part}.{adapter}.weight" for part in "AB"}
+        if trained != served or isinstance(layer, ParamWrapper):
+            return f"{name} has other adapters than two matrices of a linear layer"
+        if layer.scaling[adapter] != scale or layer.r[adapter] != settings.r:
+            return f"{name} has a rank or scale of its own"
     return None
 
 
@@ -233,15 +305,16 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def merge_adapters(model: PreTrainedModel) -> None:
-    """Add the adapters to the weights under them and remove them; do nothing without adapters."""
-    if not has_adapters(model):
-        return
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    """Add the adapters to the weights under them and remove them; do nothing without adapters.
 
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, BaseTunerLayer):
-            layer.merge()
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer.get_base_layer())
-    model._hf_peft_config_loaded = False
-    del model.peft_config
+    The weights are those of `checkpoint_weights`.
+    """
+    plain: dict[int, Module] = {}
+    for name, layer in adapted_layers(model).items():
+        if id(layer) not in plain:
+            plain[id(layer)] = merged_layer(layer, name)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, plain[id(layer)])
+    if has_adapters(model):
+        model._hf_peft_config_loaded = False
+        del model.peft_config

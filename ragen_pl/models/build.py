@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from ragen_pl.checked import checked
+from ragen_pl.checked import checked, needs_trust
 from ragen_pl.constraints import Count, Open, Seed, TextOnly
 from ragen_pl.models.adapters import LoraSettings, choose_trained_weights
 from ragen_pl.models.bundle import ModelBundle
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@needs_trust("text")
 @checked
 def build_small_vlm(
     *,
@@ -81,11 +82,14 @@ def build_small_vlm(
     )
     with _weights_from(seed):
         model = SmallVLMForConditionalGeneration(config).to(getattr(torch, dtype))
-    images = SmallVLMImageProcessor(patch_size=config.vision["patch_size"])
+    images = SmallVLMImageProcessor(
+        patch_size=config.vision["patch_size"], max_cells=config.vision["max_cells"]
+    )
     processor = SmallVLMProcessor(images, tokenizer, chat_template=CHAT_TEMPLATE)
     return ModelBundle(model.eval(), tokenizer, processor, token_pass=last_states)
 
 
+@needs_trust("text")
 @checked
 def build_small_lm(
     *,
@@ -138,6 +142,7 @@ def _weights_from(seed: int) -> Iterator[None]:
         yield
 
 
+@needs_trust("path", "revision", "lora.*_config", "lora.megatron_core")
 @checked
 def load_pretrained(
     path: str,
@@ -213,7 +218,7 @@ def load_pretrained(
             shows_images=shows_images,
         )
     bundle = ModelBundle(model.eval(), tokenizer, processor, image_processor or {}, source=path)
-    _check_family(bundle)
+    _check_family(bundle, shows_images=shows_images)
     for note in notes:
         _log_once(path, note)
     return bundle
@@ -242,13 +247,15 @@ def _switched_off(values: Mapping[str, float]) -> list[str]:
     return [f"dropout and noise are off, as in rollouts: 0 instead of {named}"]
 
 
-def _check_family(bundle: ModelBundle) -> None:
+def _check_family(bundle: ModelBundle, *, shows_images: bool) -> None:
     """Check that conversations of several turns can be computed with a family's attention and images.
 
     Raises:
         ValueError: They can't.
     """
     facts = bundle.facts
+    # a ValueError where they are not known
+    _ = bundle.layers
     if facts.attends_both_ways:
         raise ValueError(
             f"model.build.path={bundle.source}: in {facts.family} the tokens of a prompt, or of its images and what "
@@ -260,10 +267,26 @@ def _check_family(bundle: ModelBundle) -> None:
             f"model.build.attn_implementation: in {type(bundle.model).__name__} the tokens of an image attend to each "
             "other, which flash attention can't do; set sdpa, or {text_config: sdpa, vision_config: flash_attention_2}"
         )
-    if bundle.processor is not None and not facts.takes_features:
+    if bundle.processor is not None and shows_images:
+        _check_images(bundle)
+
+
+def _check_images(bundle: ModelBundle) -> None:
+    """Check that images are encoded once and are read in whichever turn they are shown.
+
+    Raises:
+        ValueError: They can't.
+    """
+    facts = bundle.facts
+    if not facts.takes_features:
         raise ValueError(
             f"model.build.path={bundle.source}: transformers' {facts.family} takes no encoded images, and every turn "
             "would encode all of them again; choose another family"
+        )
+    if facts.position_axes > 3:
+        raise ValueError(
+            f"model.build.path={bundle.source}: in {facts.family} positions have {facts.position_axes} axes, one of "
+            "which numbers the images of all rows, so a turn can't be computed by itself; choose another family"
         )
 
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
 from ragen_pl.models.chat_template import ChatTemplate
 from ragen_pl.models.distribution import log_distribution
-from ragen_pl.models.facts import ModelFacts
+from ragen_pl.models.facts import ModelFacts, backbone_of
 from ragen_pl.models.images import ImageEncoder
+from ragen_pl.models.processor_inputs import on_device, own_inputs, taken_by, text_inputs
 from ragen_pl.models.template_source import template_source
 from ragen_pl.models.tool_template import NoToolsError, ToolTemplate
 from ragen_pl.models.vision_parts import vision_weights
@@ -43,6 +44,7 @@ class ModelBundle:
             `ragen_pl.models.small_vlm.token_pass.last_states`; None for the model's own.
         shares_prefix: Whether passes over whole sequences compute the prefix that all rows begin with once; see
             `ragen_pl.models.shared_prefix`.
+        facts: Facts of the model and its configs.
     """
 
     model: PreTrainedModel
@@ -53,14 +55,14 @@ class ModelBundle:
     calls_tools: bool = False
     token_pass: Callable[..., Tensor] | None = None
     shares_prefix: bool = True
+    facts: ModelFacts = field(init=False, repr=False)
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _templates: dict[str, ChatTemplate] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def facts(self) -> ModelFacts:
-        """Facts of the model's configs, read on first use."""
-        return ModelFacts.of(self.model)
+    def __post_init__(self) -> None:
+        """Read the facts before the weights are sharded or left out."""
+        self.facts = ModelFacts.of(self.model)
 
     def with_model(self, model: PreTrainedModel) -> ModelBundle:
         """Return a bundle of another model with the same tokenizer and processor.
@@ -183,8 +185,18 @@ class ModelBundle:
             special = {token for token in special if self.special_tokens[token] not in inner}
         if self.image_token_id is not None:
             special.add(self.image_token_id)
-        rows = self.model.get_output_embeddings().weight.shape[0]
-        return tuple(sorted(special | set(range(len(self.tokenizer), rows))))
+        return tuple(sorted(special | set(range(self.logit_count)).difference(self.token_ids)))
+
+    @property
+    def logit_count(self) -> int:
+        """Number of logits, which may exceed the number of tokens."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids that the tokenizer has a token for, in order. There may be gaps between them."""
+        ids = self.tokenizer.get_vocab().values()
+        return tuple(sorted({*ids, *self.tokenizer.added_tokens_decoder}))
 
     @property
     def _call_tokens(self) -> frozenset[str]:
@@ -271,12 +283,25 @@ class ModelBundle:
             )
         return text
 
+    def own_inputs(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> dict[str, Any]:
+        """Return the inputs of the model's own forward for a conversation: all that its own processor gives for it.
+
+        Args:
+            ids: int64 `[time]`.
+            images: Images of the conversation, each uint8 `[height, width, 3]`.
+        """
+        inputs = text_inputs(ids)
+        if self.processor is not None:
+            outputs = own_inputs(self.processor, ids, images, self.image_settings)
+            inputs = taken_by(self.model.forward, outputs)
+        return on_device(inputs, self.device)
+
     # ---- the decoder
 
     @property
     def backbone(self) -> Callable[..., Any]:
         """The model without its head, from ids and encoded images to `last_hidden_state`."""
-        base: Callable[..., Any] = self.model.base_model
+        base: Callable[..., Any] = backbone_of(self.model)
         return base
 
     @cached_property
@@ -287,12 +312,32 @@ class ModelBundle:
 
     @cached_property
     def layers(self) -> tuple[Module, ...]:
-        """The decoder's layers."""
+        """The decoder's layers.
+
+        Raises:
+            ValueError: There are none that can be told from its other modules.
+        """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        return tuple(
-            part for part in self.decoder.modules() if isinstance(part, GradientCheckpointingLayer)
+        parts = list(self.decoder.modules())
+        if layers := [part for part in parts if isinstance(part, GradientCheckpointingLayer)]:
+            return tuple(layers)
+        # of old families, such as CTRL
+        count = self.model.config.get_text_config().num_hidden_layers
+        for part in parts:
+            if isinstance(part, ModuleList) and len(part) == count:
+                return tuple(part)
+        raise ValueError(
+            f"model.build: the layers of {type(self.model).__name__} are not known; choose another model"
         )
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether activations of layers are computed again in the backward pass."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        kept = (each for each in self.layers if isinstance(each, GradientCheckpointingLayer))
+        return any(layer.gradient_checkpointing for layer in kept)
 
     @property
     def first_layer(self) -> Module:
@@ -301,11 +346,7 @@ class ModelBundle:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[…, vocab]` of hidden states `[…, hidden]`, scaled and bounded as the model does."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        factor, bound = self.facts.logit_factor, self.facts.logit_bound
-        if factor != 1.0:
-            logits = logits * factor
-        return logits if bound is None else bound * torch.tanh(logits / bound)
+        return self.facts.logit_scale(self.model.get_output_embeddings()(hidden))
 
     def log_probs(self, hidden: Tensor, *, temperature: Tensor | float = 1.0) -> Tensor:
         """Return float32 log-probabilities `[…, vocab]` of the distribution that tokens are sampled from.

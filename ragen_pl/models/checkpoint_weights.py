@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from ragen_pl.models.adapters import has_adapters
+from ragen_pl.models.merging import adapted_layers, layer_around, merged_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +30,7 @@ def checkpoint_weights(
     """Yield the names and weights that `save_pretrained` would write, adapters merged into those under them.
 
     Weights are those of the model where nothing has to be computed. Merged and converted ones, and those of `value`,
-    exist for one layer at a time.
+    exist for one layer at a time. Adapters of any kind that peft merges are merged, see `ragen_pl.models.merging`.
 
     Args:
         model: Model.
@@ -41,18 +40,23 @@ def checkpoint_weights(
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    adapted = _adapted_layers(model) if has_adapters(model) else {}
-    state = {name: weight for name, weight in model.state_dict().items() if "lora_" not in name}
-    state = remove_tied_weights_from_state_dict(state, model)
-    for _, names in groupby(list(state), key=_layer_of):
+    layers = adapted_layers(model)
+    state = model.state_dict()
+    around = {name: layer_around(name, layers) for name in state}
+    plain = {name: weight for name, weight in state.items() if around[name] is None}
+    plain = remove_tied_weights_from_state_dict(plain, model)
+    yielded = [name for name in state if name in plain or around[name] is not None]
+    merged: set[str] = set()
+    for _, names in groupby(yielded, key=_layer_of):
         weights: dict[str, Tensor] = {}
         for name in names:
-            layer, _, end = name.rpartition(".base_layer.")
-            if layer in adapted and end == "weight":
-                weights[f"{layer}.weight"] = _merged(adapted[layer], layer, value)
-            else:
-                merged = name.replace(".base_layer.", ".")
-                weights[merged] = state[name] if value is None else value(name)
+            layer = around[name]
+            if layer is None:
+                weights[name] = plain[name] if value is None else value(name)
+            elif layer not in merged:
+                merged.add(layer)
+                own = merged_layer(layers[layer], layer, value=value).state_dict()
+                weights |= {f"{layer}.{end}": weight for end, weight in own.items()}
         yield from revert_weight_conversion(model, weights).items()
 
 
@@ -85,25 +89,3 @@ def _write(weights: dict[str, Tensor], file: Path) -> None:
 def _layer_of(name: str) -> str:
     layer = _LAYER.match(name)
     return "" if layer is None else layer.group()
-
-
-def _adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return {name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)}
-
-
-def _merged(layer: Any, name: str, value: Callable[[str], Tensor] | None) -> Tensor:
-    """Return the weight under adapters with these merged, as `adapters.merge_adapters` computes it."""
-    own = {}
-    if value is not None:
-        own = {
-            id(weight): nn.Parameter(value(f"{name}.{end}"), requires_grad=False)
-            for end, weight in layer.named_parameters()
-            # a bias is yielded by itself
-            if end != "base_layer.bias"
-        }
-    merged = copy.deepcopy(layer, memo=own)
-    merged.merge()
-    weight: Tensor = merged.get_base_layer().weight
-    return weight.detach()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from ragen_pl.models.logit_scale import LogitScale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,10 +26,8 @@ class ModelFacts:
     """Id that stands for an image's features."""
     eos_token_ids: frozenset[int] = frozenset()
     """Ids that end a response, by the generation config."""
-    logit_factor: float = 1.0
-    """Factor of the logits: Granite divides them, Cohere multiplies them."""
-    logit_bound: float | None = None
-    """Bound of the logits, as in Gemma 2."""
+    logit_scale: LogitScale = field(default_factory=LogitScale)
+    """What becomes of the head's values."""
     additive_masks: bool = False
     """Whether attention adds its mask to the scores instead of reading it as true and false."""
     custom_masks: bool = True
@@ -39,8 +40,12 @@ class ModelFacts:
     """Number of latest tokens that sliding layers attend to, the token itself included."""
     position_axes: int = 1
     """Axes of a position: 3 (time, height, width) for multimodal rotary embeddings (Qwen2-VL, section 2.1)."""
-    token_types: str | None = None
-    """Argument that marks image tokens."""
+    position_arguments: frozenset[str] = frozenset()
+    """Arguments of `get_rope_index`, which computes positions of several axes."""
+    arguments: frozenset[str] = frozenset()
+    """Arguments of the forward without the head."""
+    cache_argument: str = "past_key_values"
+    """The one that takes keys and values, or states."""
     bidirectional_layers: frozenset[str] = frozenset()
     """Types of the layers in which the tokens of an image attend to each other both ways."""
     attends_both_ways: bool = False
@@ -63,6 +68,21 @@ class ModelFacts:
         return bool((self.layer_types or frozenset()) - _ATTENTION)
 
     @property
+    def type_arguments(self) -> frozenset[str]:
+        """Arguments that say which tokens are those of images."""
+        return frozenset(name for name in self.arguments if name.endswith("token_type_ids"))
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether some layers keep keys and values, which all layers of Mamba do without."""
+        from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin
+
+        return self.layer_types is None or any(
+            issubclass(DYNAMIC_LAYER_TYPE_MAPPING[kind], CacheLayerMixin)
+            for kind in self.layer_types
+        )
+
+    @property
     def plain_positions(self) -> bool:
         """Whether leaving tokens out keeps a sequence valid: positions are counted and all attention is causal."""
         return self.position_axes == 1 and not self.bidirectional_layers
@@ -76,36 +96,63 @@ class ModelFacts:
             model.config.get_text_config(),
         )
         eos = None if generation is None else generation.eos_token_id
-        factor = getattr(text, "logit_scale", None) or 1.0
-        divisor = getattr(text, "logits_scaling", None) or 1.0
         layer_types = getattr(text, "layer_types", None)
-        base: Any = model.base_model
-        arguments = inspect.signature(base.forward).parameters
-        encode = getattr(model, "get_image_features", None)
-        types = [name for name in ("mm_token_type_ids", "token_type_ids") if name in arguments]
+        base: Any = backbone_of(model)
+        arguments = frozenset(inspect.signature(base.forward).parameters)
+        # a wrapper hands arguments on that it does not name
+        encode = getattr(base, "get_image_features", getattr(model, "get_image_features", None))
+        position_arguments = _arguments(getattr(base, "get_rope_index", None))
         attention = text._attn_implementation
         return cls(
             family=config.model_type,
             image_token_id=getattr(config, "image_token_id", None),
             eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
-            logit_factor=factor / divisor,
-            logit_bound=getattr(text, "final_logit_softcapping", None),
+            logit_scale=LogitScale.of(model, base),
             additive_masks=attention == "eager",
             custom_masks=attention in ("eager", "sdpa"),
             masks_by_function=attention in ("eager", "sdpa", "flex_attention"),
             layer_types=None if layer_types is None else frozenset(layer_types),
             sliding_window=getattr(text, "sliding_window", None),
-            position_axes=3 if hasattr(base, "get_rope_index") else 1,
-            token_types=types[0] if encode is not None and types else None,
+            position_axes=_position_axes(text) if position_arguments else 1,
+            position_arguments=position_arguments,
+            arguments=arguments,
+            cache_argument="cache_params" if "cache_params" in arguments else "past_key_values",
             bidirectional_layers=_bidirectional_layers(model, text),
             attends_both_ways=getattr(text, "use_bidirectional_attention", None) is True,
             takes_features="mm_encoder_outputs" in arguments,
             reads_end="first_read" in arguments and attention in ("eager", "sdpa"),
             keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
-            vision_arguments=frozenset(
-                () if encode is None else inspect.signature(encode).parameters
-            ),
+            vision_arguments=_arguments(encode),
         )
+
+
+def backbone_of(model: PreTrainedModel) -> Any:
+    """Return a model without its head: its base model, or the decoder in one that is its own base model (Llama 4)."""
+    from transformers import PreTrainedModel
+
+    if model.base_model is not model:
+        return model.base_model
+    decoder = model.get_decoder()
+    if decoder is not model:
+        return backbone_of(decoder)
+    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
+
+
+def image_features_of(model: PreTrainedModel) -> Callable[..., Any]:
+    """Return what encodes images: the model's own `get_image_features`, or that of the model without its head."""
+    owner: Any = model if hasattr(model, "get_image_features") else backbone_of(model)
+    features: Callable[..., Any] = owner.get_image_features
+    return features
+
+
+def _arguments(function: Callable[..., Any] | None) -> frozenset[str]:
+    return frozenset(() if function is None else inspect.signature(function).parameters)
+
+
+def _position_axes(text: Any) -> int:
+    """Return the number of axes that a rotary embedding has sections for: 3, and 4 in HunYuan-VL."""
+    sections = (getattr(text, "rope_parameters", None) or {}).get("mrope_section")
+    return 3 if sections is None else len(sections)
 
 
 def _bidirectional_layers(model: PreTrainedModel, text: Any) -> frozenset[str]:

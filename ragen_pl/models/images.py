@@ -7,16 +7,19 @@ as a begin token, one image token for each feature and an end token. The feature
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_pl.models.facts import image_features_of
+from ragen_pl.models.image_features import ImageFeatures
+from ragen_pl.models.processor_inputs import EXAMPLE, TokenTypes, processed, slot_texts
 from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:
@@ -28,77 +31,8 @@ if TYPE_CHECKING:
 
 PIXELS_PER_CALL = 2**26
 HELD_BYTES = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFeatures:
-    """Features of images, one image after the other."""
-
-    tokens: Tensor
-    """`[image tokens, hidden]`, embeddings of the image tokens."""
-    counts: tuple[int, ...]
-    """Number of image tokens of each image."""
-    deepstack: tuple[Tensor, ...] = ()
-    """Features added to the states after the first decoder layers, each `[image tokens, hidden]` (Qwen3-VL)."""
-    grids: Tensor | None = None
-    """int64 `[images, 3]`, time, height and width in patches; None for families whose positions have one axis."""
-
-    def select(self, images: Sequence[int], patches: Sequence[np.ndarray | None]) -> Self:
-        """Return the features of these images, in this order.
-
-        Args:
-            images: Numbers of the images; an image may appear several times.
-            patches: Indices of the patches shown of each; None for all.
-        """
-        starts = np.concatenate([[0], np.cumsum(self.counts)])
-        index = [
-            starts[number] + (np.arange(self.counts[number]) if shown is None else shown)
-            for number, shown in zip(images, patches, strict=True)
-        ]
-        grids = self.grids
-        rows = torch.from_numpy(np.concatenate(index)).to(self.tokens.device)
-        return type(self)(
-            tokens=self.tokens[rows],
-            counts=tuple(len(shown) for shown in index),
-            deepstack=tuple(layer[rows] for layer in self.deepstack),
-            grids=None if grids is None else grids[torch.tensor(list(images), device=grids.device)],
-        )
-
-    def between(self, start: int, stop: int) -> Self | None:
-        """Return the features of the image tokens from `start` to `stop`, which are those of whole images."""
-        ends = np.cumsum(self.counts).tolist()
-        images = [number for number, end in enumerate(ends) if start < end <= stop]
-        return self.select(images, [None] * len(images)) if images else None
-
-    def split(self) -> list[Self]:
-        """Return the features of each image."""
-        tokens = self.tokens.split(self.counts)
-        layers = [layer.split(self.counts) for layer in self.deepstack]
-        return [
-            type(self)(
-                tokens=tokens[number],
-                counts=(count,),
-                deepstack=tuple(layer[number] for layer in layers),
-                grids=None if self.grids is None else self.grids[number : number + 1],
-            )
-            for number, count in enumerate(self.counts)
-        ]
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the features of all images of the parts."""
-        if len(parts) == 1:
-            return parts[0]
-        grids = [part.grids for part in parts if part.grids is not None]
-        return cls(
-            tokens=torch.cat([part.tokens for part in parts]),
-            counts=tuple(count for part in parts for count in part.counts),
-            deepstack=tuple(
-                torch.cat(layers)
-                for layers in zip(*(part.deepstack for part in parts), strict=True)
-            ),
-            grids=torch.cat(grids) if grids else None,
-        )
+# outputs of an image encoder: features of image tokens, of deeper layers, and what no decoder reads
+_KNOWN = {"pooler_output", "deepstack_features", "last_hidden_state", "hidden_states", "attentions"}
 
 
 def content_key(image: np.ndarray) -> bytes:
@@ -152,10 +86,14 @@ class ImageEncoder:
     _pixels: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     # sizes of images whose tokens do not depend on the other images
     _alike: set[tuple[int, ...]] = field(default_factory=set, repr=False)
+    # sizes of images that the model was seen to encode
+    _encoded: set[tuple[int, ...]] = field(default_factory=set, repr=False)
     # of encoder and projector; None before the first use
     _weights: list[Parameter] | None = field(default=None, repr=False)
     # whether the model's forward takes the features as one tensor for each image
     _listed: bool = False
+    # None before the first use
+    _types: TokenTypes | None = field(default=None, repr=False)
     # whether it has the weights and features of a frozen encoder of another model
     _shares: bool = False
 
@@ -173,14 +111,29 @@ class ImageEncoder:
 
     def _written(self, images: Sequence[np.ndarray]) -> list[str]:
         """Return the text that replaces the slot of each image of a prompt."""
-        processed = self.processor(
-            images=[list(images)],
-            text=[self.slot * len(images)],
-            return_text_replacement_offsets=True,
-            **self.settings,
+        return slot_texts(
+            self.processor, self.slot, images, self.settings, family=self.facts.family
         )
-        (places,) = processed["text_replacement_offsets"]
-        return [place["replacement"] for place in places]
+
+    def check_encodes(self, image: np.ndarray) -> None:
+        """Check that processor and model take images of this size, by encoding one of each size.
+
+        Raises:
+            ValueError: One of them does not.
+        """
+        if image.shape in self._encoded:
+            return
+        try:
+            with torch.no_grad():
+                self.encode([image])
+        # processors and models raise errors of any kind
+        except Exception as error:
+            height, width, _ = image.shape
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(
+                f"{self.facts.family} does not take an image of {height} x {width} pixels ({reason:.300})"
+            ) from error
+        self._encoded.add(image.shape)
 
     def check_together(self, images: Sequence[np.ndarray]) -> None:
         """Check that a prompt may show these images: that an image among others is what it is alone.
@@ -302,9 +255,17 @@ class ImageEncoder:
     def encode_together(self, images: Sequence[np.ndarray]) -> ImageFeatures:
         """Return the features of images of one size, computed in one call of the encoder."""
         inputs = self.inputs([[image] for image in images])
-        encode: Callable[..., Any] = self.model.get_image_features  # type: ignore[assignment]
+        encode = image_features_of(self.model)
         output = encode(**inputs)
         counts = tuple(self.num_tokens(image) for image in images)
+        if (kinds := {name for name in output if output[name] is not None}) - _KNOWN or not (
+            kinds & {"pooler_output"}
+        ):
+            raise ValueError(
+                f"model.build: transformers' {self.facts.family} gives image features of a kind of its own "
+                f"({', '.join(sorted(kinds - _KNOWN or kinds))}), not one vector for each image token; choose another "
+                "model"
+            )
         self._listed = not isinstance(output.pooler_output, Tensor)
         tokens = joined(output.pooler_output)
         if len(tokens) != sum(counts):
@@ -326,7 +287,8 @@ class ImageEncoder:
         Args:
             samples: Images of each sequence.
         """
-        processed = self.processor(
+        outputs = processed(
+            self.processor,
             images=[list(images) for images in samples],
             text=[self.slot * len(images) for images in samples],
             return_tensors="pt",
@@ -335,9 +297,20 @@ class ImageEncoder:
         device = next(self.model.parameters()).device
         return {
             name: value.to(device)
-            for name, value in processed.items()
+            for name, value in outputs.items()
             if name in self.facts.vision_arguments
         }
+
+    def token_types(self, ids: Tensor, *, shown: bool) -> dict[str, Tensor]:
+        """Return the types of tokens that the model's forward takes; see `TokenTypes`."""
+        if self._types is None:
+            embeddings: Any = self.model.get_input_embeddings()
+            count = len(embeddings.weight)
+            slot = self.replacement(EXAMPLE)
+            self._types = TokenTypes.of(
+                self.processor, slot, facts=self.facts, vocabulary=count
+            ).to(ids.device)
+        return self._types(ids, shown=shown)
 
     def outputs(self, features: ImageFeatures) -> dict[str, Any]:
         """Return features as the `mm_encoder_outputs` of the model's forward."""
@@ -356,6 +329,8 @@ def encoder_outputs(features: ImageFeatures, *, listed: bool) -> dict[str, Any]:
         "image": SimpleNamespace(
             pooler_output=tokens.split(features.counts) if listed else tokens,
             deepstack_features=[layer.split(features.counts) for layer in features.deepstack],
+            # of a loss that is not trained with (Granite Docling)
+            router_logits=None,
         )
     }
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from ragen_pl.models.bundle import ModelBundle
-    from ragen_pl.models.images import ImageFeatures
+    from ragen_pl.models.image_features import ImageFeatures
 
 Mask = Tensor | dict[str, Tensor]
 
@@ -34,7 +34,7 @@ class DecoderInputs:
     features: ImageFeatures | None = None
     """Features of the image tokens in `ids`, row after row; None without images."""
     positions: Tensor | None = None
-    """int64 `[rows, time]`, or `[3, rows, time]` for positions of three axes; None counts them from 0."""
+    """int64 `[rows, time]`, or `[axes, rows, time]` for positions of several axes; None counts them from 0."""
     mask: Mask | None = None
     """bool `[rows, 1, time, slots]`, True where a position attends, or one for each type of layer.
 
@@ -87,16 +87,15 @@ def run_decoder(
         return states[:, None]
     facts, features = bundle.facts, inputs.features
     arguments: dict[str, Any] = {"first_read": first} if facts.reads_end else {}
-    if features is not None:
-        assert bundle.images is not None
-        arguments["mm_encoder_outputs"] = bundle.images.outputs(features)
-        if facts.token_types is not None:
-            arguments[facts.token_types] = inputs.ids.eq(facts.image_token_id or 0).long()
+    if bundle.images is not None:
+        arguments |= bundle.images.token_types(inputs.ids, shown=features is not None)
+        if features is not None:
+            arguments["mm_encoder_outputs"] = bundle.images.outputs(features)
+    arguments[facts.cache_argument] = cache
     states = bundle.backbone(
         input_ids=inputs.ids,
         attention_mask=_as_model_reads(inputs.mask, bundle),
         position_ids=inputs.positions,
-        past_key_values=cache,
         use_cache=cache is not None,
         **arguments,
     ).last_hidden_state
@@ -124,7 +123,7 @@ def _continues_plainly(
 
 def _as_model_reads(mask: Mask | None, bundle: ModelBundle) -> Mask | None:
     """Return a mask as the model's attention reads it: true and false, or a term of its scores."""
-    if mask is None or not bundle.facts.additive_masks:
+    if mask is None or not bundle.facts.additive_masks or bundle.facts.keeps_states:
         return mask
     if isinstance(mask, dict):
         return {kind: _additive(part, bundle) for kind, part in mask.items()}
@@ -215,7 +214,7 @@ def whole_inputs(
 def _rope_positions(
     bundle: ModelBundle, ids: Tensor, features: ImageFeatures | None, new: Tensor | None = None
 ) -> Tensor:
-    """Return positions in time, height and width, int64 `[3, rows, time]`, counted from 0.
+    """Return positions of several axes, such as time, height and width, int64 `[axes, rows, time]`, counted from 0.
 
     Args:
         bundle: Model.
@@ -225,14 +224,15 @@ def _rope_positions(
     """
     if features is None:
         counted = torch.ones_like(ids) if new is None else new.long()
-        return (counted.cumsum(1) - 1).clamp_(min=0).expand(3, *ids.shape)
-    index: Callable[..., tuple[Tensor, Tensor]] = bundle.model.base_model.get_rope_index  # type: ignore[assignment]
-    positions, _ = index(
-        ids,
-        mm_token_type_ids=ids.eq(bundle.facts.image_token_id or 0).int(),
-        image_grid_thw=features.grids,
-        attention_mask=None if new is None else new.long(),
-    )
+        return (counted.cumsum(1) - 1).clamp_(min=0).expand(bundle.facts.position_axes, *ids.shape)
+    assert bundle.images is not None
+    known = bundle.images.token_types(ids, shown=True) | {
+        "image_grid_thw": features.grids,
+        "attention_mask": torch.ones_like(ids) if new is None else new.long(),
+    }
+    index: Callable[..., tuple[Tensor, Tensor]] = bundle.backbone.get_rope_index  # type: ignore[attr-defined]
+    taken = bundle.facts.position_arguments
+    positions, _ = index(ids, **{name: value for name, value in known.items() if name in taken})
     return positions
 
 
@@ -293,7 +293,9 @@ def token_inputs(
     at = positions[:, None]
     return DecoderInputs(
         ids=tokens[:, None],
-        positions=at if bundle.facts.position_axes == 1 else at.expand(3, *at.shape),
+        positions=at
+        if bundle.facts.position_axes == 1
+        else at.expand(bundle.facts.position_axes, *at.shape),
         mask=None if valid is None else _by_layer_type(bundle, valid[:, None, None, :], valid),
     )
 
@@ -381,7 +383,7 @@ def _by_layer_type(
     types, window = facts.layer_types, facts.sliding_window
     if facts.keeps_states:
         # the model hides the padding from these layers itself
-        return valid
+        return valid if facts.keeps_keys else valid[:, -allowed.shape[2] :]
     kinds = types or {"full_attention" if window is None else "sliding_attention"}
     masks = dict.fromkeys(kinds, allowed)
     if same_image is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -89,6 +89,24 @@ def tool_message(call: Message, text: str, *, images: int) -> Message:
         content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
     name = call["function"]["name"]
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+
+
+def owners_of_images(counts: Sequence[int]) -> str:
+    """Return words that say which tool result each image of a later message belongs to, none for a single result.
+
+    Args:
+        counts: number of images of each result.
+
+    >>> owners_of_images([1, 0, 2])
+    'Image 1 belongs to result 1 of 3. Image 2 belongs to result 3 of 3. Image 3 belongs to result 3 of 3.'
+    """
+    if len(counts) < 2:
+        return ""
+    owners = [number for number, count in enumerate(counts, start=1) for _ in range(count)]
+    return " ".join(
+        f"Image {image} belongs to result {owner} of {len(counts)}."
+        for image, owner in enumerate(owners, start=1)
+    )
 
 
 def call_message(number: int, name: str, arguments: Mapping[str, Any]) -> Message:

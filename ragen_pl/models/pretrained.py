@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragen_pl.foreign_files import model_folder_problem
 from ragen_pl.models.settings import Attention
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
+    if Path(path).is_dir() and (problem := model_folder_problem(Path(path))) is not None:
+        raise ValueError(f"model.build.path={path}: {problem}")
     # registers the small model with the Auto classes
     import_module("ragen_pl.models.small_vlm")
     try:
@@ -50,17 +54,21 @@ def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def sees_images(config: PretrainedConfig) -> bool:
-    """Return whether transformers has a model with images for a config."""
+    """Return whether transformers has a model with images for a config.
+
+    A config without parts is that of a text model, of whichever Auto class (Mistral 4).
+    """
     from transformers import AutoModelForImageTextToText
 
-    return type(config) in AutoModelForImageTextToText._model_mapping
+    return model_class(config) is AutoModelForImageTextToText and bool(config.sub_configs_defaults)
 
 
 def model_class(config: PretrainedConfig) -> Any:
     """Return the Auto class of a config's models."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    known = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if known else AutoModelForCausalLM
 
 
 def read_model(

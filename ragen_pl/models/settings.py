@@ -78,6 +78,21 @@ _SCALED = ("16-mixed", "16")
 _AUTOCAST = ("bf16-mixed", "bf16", *_SCALED)
 
 
+def lora_problem(lora: Mapping[str, Any]) -> str | None:
+    """Return one line on settings of adapters that train something else than adapters; None if there are none."""
+    kind = lora.get("peft_type") or "LORA"
+    if kind != "LORA":
+        return f"model.build.lora.peft_type={kind}: adapters are LoRA's; leave it out"
+    for key in ("modules_to_save", "bias", "trainable_token_indices"):
+        value = lora.get(key)
+        if value and value != "none":
+            return (
+                f"model.build.lora.{key}={value}: modules_to_save and bias train weights that are no adapters, as "
+                "trainable_token_indices does, and can neither be switched off nor merged; leave it out"
+            )
+    return None
+
+
 class ModelRules:
     """Requirements of a model on the rest of a config."""
 
@@ -117,6 +132,8 @@ def _training_problems(cfg: DictConfig, build: Mapping[str, Any]) -> Iterator[st
             f"model.build.lora.lora_dropout={dropout}: an update with dropout would be compared with old log-probs "
             "without; set lora_dropout=0.0"
         )
+    if lora is not None and (problem := lora_problem(lora)):
+        yield problem
     reference = str(OmegaConf.select(cfg, "algorithm.loss.kl.reference._target_"))
     if lora is None and reference.endswith(".AdaptersOff"):
         yield (

@@ -52,9 +52,10 @@ def states_of_rows(bundle: ModelBundle, inputs: DecoderInputs, *, first: int) ->
 
 
 def _shared_length(bundle: ModelBundle, ids: Tensor) -> int:
-    """Return the number of tokens before the first image that all rows begin with."""
+    """Return the number of tokens before the first image, and the one that begins it, that all rows begin with."""
     alike = (ids == ids[0]).all(0)
     if bundle.image_token_id is not None:
+        alike[:-1] &= ids[0, 1:] != bundle.image_token_id
         alike &= ids[0] != bundle.image_token_id
     return int(alike.long().cumprod(0).sum())
 
@@ -76,5 +77,5 @@ def _can_share(bundle: ModelBundle) -> bool:
         and (facts.layer_types is None or facts.layer_types == {"full_attention"})
         and not facts.bidirectional_layers
         and not facts.attends_both_ways
-        and not bundle.first_layer.gradient_checkpointing
+        and not bundle.checkpoints_layers
     )

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ragen_pl.models.chat_template import ChatTemplate
-from ragen_pl.models.messages import Message, call_message, tool_message, user_message
+from ragen_pl.models.messages import (
+    Message,
+    call_message,
+    owners_of_images,
+    tool_message,
+    user_message,
+)
 
 NAME, ARGUMENT = "marker_tool", "marker_name"
 _USER, _NEXT_USER = "@User@", "@Next User@"
@@ -22,7 +28,7 @@ class NoToolsError(ValueError):
     """A chat template cannot show tools, calls or results."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResultText:
     """Text of a template around the results of a response's calls, up to the next response.
 
@@ -32,13 +38,15 @@ class ResultText:
         end: text of that token.
         escapes: whether results are written as JSON strings.
         trims: whether blanks at the edges of a result are removed.
-        user: whether the images follow in a user message.
+        images: number of images of each result.
+        user: whether the images follow in a user message, for templates that show none in a result.
     """
 
     parts: tuple[str, ...]
     end: str
     escapes: bool
     trims: bool
+    images: tuple[int, ...]
     user: bool
 
     def shown(self, text: str) -> str:
@@ -55,8 +63,20 @@ class ResultText:
         """
         texts = {_name(number): name for number, name in enumerate(names)}
         texts |= {_result(number): self.shown(text) for number, text in enumerate(results)}
-        texts[_NEXT_USER] = ""
+        texts[_NEXT_USER] = owners_of_images(self.images)
         return [(texts.get(part, part), part not in texts) for part in self.parts]
+
+    def messages(self, calls: Sequence[Message], results: Sequence[str]) -> list[Message]:
+        """Return the messages of the results.
+
+        Args:
+            calls: the calls.
+            results: a text for each of them.
+        """
+        owners = owners_of_images(self.images)
+        return _result_messages(
+            calls, results, images=self.images, user=owners if self.user else None
+        )
 
 
 @dataclass(slots=True)
@@ -77,7 +97,7 @@ class ToolTemplate:
     template: ChatTemplate
     ends: Sequence[str]
     example: str = field(init=False)
-    _results: dict[tuple[int, int], ResultText] = field(init=False, default_factory=dict)
+    _results: dict[tuple[int, ...], ResultText] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.template.tools:
@@ -125,25 +145,24 @@ class ToolTemplate:
         end = first_of(self.ends, written)
         return written if end is None else written[: end[0]]
 
-    def results(self, *, calls: int, images: int) -> ResultText:
-        """Return the text around the results of a response with so many calls.
+    def results(self, images: Sequence[int]) -> ResultText:
+        """Return the text around the results of a response's calls.
 
         Args:
-            calls: number of calls, each with one result.
-            images: number of images that the last result shows.
+            images: number of images of each result.
 
         Raises:
             NoToolsError: the template cannot show them.
         """
-        key = (calls, images)
+        key = tuple(images)
         if key not in self._results:
-            self._results[key] = self._find_results(calls, images)
+            self._results[key] = self._find_results(key)
         return self._results[key]
 
-    def _find_results(self, calls: int, images: int) -> ResultText:
-        in_tool_message = images > 0 and self._shows_images(images)
-        user = images > 0 and not in_tool_message
-        text = self._with_results(calls, images=images, user=user)
+    def _find_results(self, images: tuple[int, ...]) -> ResultText:
+        calls = len(images)
+        user = any(images) and not self._shows_images(calls)
+        text = self._with_results(images, user=user)
         _, found, after = text.rpartition(_argument(calls - 1))
         first_end = first_of(self.ends, after)
         if not found or first_end is None:
@@ -157,49 +176,57 @@ class ToolTemplate:
             raise NoToolsError(
                 f"the model's chat template leaves out results of {calls} tool calls"
             )
-        escapes = _ESCAPED not in self._with_results(calls, last=_ESCAPED)
+        none = (0,) * calls
+        escapes = _ESCAPED not in self._with_results(none, last=_ESCAPED)
         blank = json.dumps(_BLANK)[1:-1] if escapes else _BLANK
-        trims = blank not in self._with_results(calls, last=_BLANK)
-        found_text = ResultText(parts, end, escapes=escapes, trims=trims, user=user)
+        trims = blank not in self._with_results(none, last=_BLANK)
+        found_text = ResultText(
+            parts=parts, end=end, escapes=escapes, trims=trims, images=images, user=user
+        )
         for last in (_ESCAPED, _BLANK):
-            if found_text.shown(last) not in self._with_results(calls, last=last):
+            if found_text.shown(last) not in self._with_results(none, last=last):
                 raise NoToolsError("the model's chat template changes the text of a tool's result")
         return found_text
 
-    def _shows_images(self, images: int) -> bool:
-        """Return whether a tool message shows images where a user message would."""
-        slots = self.template.render([user_message(_USER, images=images)]).partition(_USER)[0]
+    def _shows_images(self, calls: int) -> bool:
+        """Return whether the template shows an image in the result that it belongs to, whichever one that is."""
+        slots = self.template.render([user_message(_USER, images=1)]).partition(_USER)[0]
         without = self.template.render([user_message(_USER, images=0)]).partition(_USER)[0]
         slot = slots.removeprefix(without)
-        try:
-            text = self._with_results(1, images=images)
-        except NoToolsError:
+        if not slot:
             return False
-        before = text.partition(_argument(0))[2].partition(_result(0))[0]
-        return bool(slot) and slot in before
+        for number in range(calls):
+            images = [int(other == number) for other in range(calls)]
+            try:
+                text = self._with_results(images)
+            except NoToolsError:
+                return False
+            # between the results beside it
+            _, _, after = text.partition(_result(number - 1) if number else _argument(calls - 1))
+            own = after.partition(_result(number + 1))[0] if number + 1 < calls else after
+            if _result(number) not in own or slot not in own or text.count(slot) != 1:
+                return False
+        return True
 
     def _with_results(
-        self, calls: int, *, images: int = 0, user: bool = False, last: str | None = None
+        self, images: Sequence[int], *, user: bool = False, last: str | None = None
     ) -> str:
         """Render a response with calls and their results, and the prompt of the next response.
 
         Args:
-            calls: number of calls.
-            images: number of images in the last result, or in a user message after it.
+            images: number of images of each result.
             user: whether they are in a user message.
             last: text of the last result in place of its marker.
         """
-        call_messages = [_call(number) for number in range(calls)]
+        calls = [_call(number) for number in range(len(images))]
+        results = [_result(number) for number in range(len(images))]
+        if last is not None:
+            results[-1] = last
         messages: list[Message] = [
             user_message(_USER, images=0),
-            {"role": "assistant", "content": "", "tool_calls": call_messages},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *_result_messages(calls, results, images=images, user=_NEXT_USER if user else None),
         ]
-        for number, call in enumerate(call_messages):
-            is_last = number == calls - 1
-            text = last if last is not None and is_last else _result(number)
-            messages.append(tool_message(call, text, images=images if is_last and not user else 0))
-        if user:
-            messages.append(user_message(_NEXT_USER, images=images))
         return self._rendered(messages, prompt=True)
 
     def _rendered(self, messages: list[Message], *, prompt: bool) -> str:
@@ -215,6 +242,24 @@ class ToolTemplate:
 def first_of(ends: Sequence[str], text: str) -> tuple[int, str] | None:
     """Return the place and the text of the first of these tokens in a text, None without any."""
     return min(((text.find(end), end) for end in ends if end in text), default=None)
+
+
+def _result_messages(
+    calls: Sequence[Message], results: Sequence[str], *, images: Sequence[int], user: str | None
+) -> list[Message]:
+    """Return the messages of results, with the images of each in it or all in a user message after them.
+
+    Args:
+        calls: the calls.
+        results: a text for each of them.
+        images: number of images of each.
+        user: text of the user message; None for none.
+    """
+    messages = [
+        tool_message(call, text, images=count if user is None else 0)
+        for call, text, count in zip(calls, results, images, strict=True)
+    ]
+    return messages if user is None else [*messages, user_message(user, images=sum(images))]
 
 
 def _call(number: int) -> Message:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import move_data_to_device
@@ -35,15 +35,9 @@ from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import add_scores, prepare_batch
 from ragen_pl.modules.scorer import Scorer
-from ragen_pl.modules.settings import OptimizationSettings
+from ragen_pl.modules.settings import IterationData, OptimizationSettings
 from ragen_pl.modules.sharding import GatheredPolicy, data_mesh, is_sharded, load_engine
-from ragen_pl.optimizers import (
-    MasterWeights,
-    OptimizerFactory,
-    build_optimizer,
-    parameter_groups,
-    schedule_by_iteration,
-)
+from ragen_pl.optimizers import MasterWeights, OptimizerFactory, schedule_by_iteration
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -52,13 +46,6 @@ _CORRECTED = (
     "algorithm.loss.mismatch=null takes the engine's"
 )
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-class IterationData(Protocol):
-    """DataModule as the agent's metrics need it, such as a `RolloutDataModule`."""
-
-    update: UpdateSettings
-    metrics: Mapping[str, float]
 
 
 class AgentModule(GuardedModule):
@@ -278,8 +265,12 @@ class AgentModule(GuardedModule):
         """Policy, critic and reference."""
         return Scorer(self.policy, self.critic, self.reference, self.loss, self.truncation)
 
+    def has_tokens(self, batch: Minibatch) -> Mapping[str, Tensor]:
+        """Return whether the step has a token for the policy, and one for the critic."""
+        return self.loss.has_tokens(batch, self.critic)
+
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a minibatch's loss and sums; by `batch.scale`, the mean over ranks is the global loss."""
+        """Return a minibatch's loss, of which the mean over ranks is the global one, and its sums."""
         scores = self.scorer.score_minibatch(batch)
         if self._adds_scores:
             add_scores(self.preparation, batch.samples, scores)
@@ -293,16 +284,18 @@ class AgentModule(GuardedModule):
         self.statistics.update(sums)
         return loss
 
+    def schedule_settings(self) -> dict[str, float]:
+        """Return the settings of the schedule."""
+        iterations = self.trainer.max_epochs
+        return {
+            "learning_rate_warm_up": self.optimization.learning_rate_warm_up,
+            "learning_rate_end": self.optimization.learning_rate_end,
+            "trainer.max_epochs": -1 if iterations is None else iterations,
+        }
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return one optimizer with the groups `policy` and `critic`, and its schedule."""
-        rate = self.critic_learning_rate
-        groups = parameter_groups(self.policy, self.critic, critic_learning_rate=rate)
-        optimizer = build_optimizer(
-            self.optimizer_factory,
-            groups,
-            master_weights=self.optimization.master_weights,
-            decay_vectors=self.optimization.decay_vectors,
-        )
+        optimizer = self.build_optimizer()
         schedule = schedule_by_iteration(
             optimizer,
             iterations=self.trainer.max_epochs,
@@ -320,6 +313,7 @@ class AgentModule(GuardedModule):
         """Log the iteration's metrics."""
         datamodule: IterationData = self.trainer.datamodule  # type: ignore[attr-defined]
         steps = datamodule.update.epochs * datamodule.update.minibatches
+        steps -= min(self.empty_steps.values(), default=0)
         metrics = _prefixed("rollout/", datamodule.metrics)
         metrics |= _prefixed("rollout/", self.preparation.compute())
         metrics |= _prefixed("update/", self.statistics.metrics(steps=steps))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.models.inputs import run_decoder
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.models.value_head import ValueHead
+from ragen_pl.modules.empty_steps import LeavesEmptySteps
 from ragen_pl.modules.forward import (
     Readout,
     ReferenceStates,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
 
 
-class CriticModule(pl.LightningModule):
+class CriticModule(LeavesEmptySteps):
     """A value head on decoder states.
 
     Args:
@@ -118,6 +118,10 @@ class CriticModule(pl.LightningModule):
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
         self.train()
 
+    def has_tokens(self, batch: Minibatch) -> dict[str, Tensor]:
+        """Return whether the step has a token of the critic."""
+        return {"critic": batch.counted[1]}
+
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Regress the returns of the critic's tokens."""
         mask = batch.samples.value_mask & batch.non_padding
@@ -130,7 +134,7 @@ class CriticModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of a critic that is trained alone."""
         factory = self.optimizer_factory or partial(torch.optim.AdamW, lr=1e-4)
-        return build_optimizer(factory, module_groups(self, "critic"))
+        return build_optimizer(factory, module_groups(self))
 
 
 @dataclass(frozen=True, slots=True)

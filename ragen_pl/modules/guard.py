@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count
-from ragen_pl.data.batch import Minibatch
+from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.distributed import any_over_ranks, gather_over_ranks, whole
 from ragen_pl.finite import NonFiniteError, largest
+from ragen_pl.modules.empty_steps import LeavesEmptySteps
+from ragen_pl.modules.optimized import OptimizedModule
 from ragen_pl.modules.recording import (
     UPDATE,
     Finding,
-    Recordable,
     find,
     minibatches_of_step,
     present_step,
@@ -101,8 +102,8 @@ class SkippedStepsError(NonFiniteError):
         self.record = record
 
 
-class GuardedModule(Recordable):
-    """A training module whose optimizer takes no step with a gradient or a loss that is not finite.
+class GuardedModule(LeavesEmptySteps, OptimizedModule):
+    """A training module whose optimizer takes no step with a gradient or a loss that is not finite, or without tokens.
 
     The optimizer is called without gradients then, so neither weights nor moments change. All ranks skip the same
     steps. In float16 the gradient scaler skips steps too, while it lowers a scale that is too large: these are counted,
@@ -134,17 +135,19 @@ class GuardedModule(Recordable):
 
     def begin_update(self) -> None:
         """Start the norms and counts of an update phase."""
-        self.gradient_norms, self.skipped.in_phase = {}, 0
+        self.gradient_norms, self.skipped.in_phase, self.empty_steps = {}, 0, {}
 
     def step_metrics(self) -> dict[str, float]:
-        """Return the norms and the number of skipped steps of the update phase."""
+        """Return the norms and the numbers of skipped and of empty steps of the update phase."""
         norms = {f"gradient_norm_{name}": norm for name, norm in self.gradient_norms.items()}
-        return norms | {"skipped_steps": float(self.skipped.in_phase)}
+        empty = {f"empty_steps_{name}": float(count) for name, count in self.empty_steps.items()}
+        return norms | empty | {"skipped_steps": float(self.skipped.in_phase)}
 
     # ---- Lightning's hooks
 
-    def on_train_batch_start(self, batch: Minibatch, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Minibatch | TrajectoryBatch, batch_idx: int) -> None:
         """Keep the random state, with which the minibatch can be repeated."""
+        super().on_train_batch_start(batch, batch_idx)
         self._random[batch_idx] = random_state()
 
     def on_before_backward(self, loss: Tensor) -> None:
@@ -159,9 +162,12 @@ class GuardedModule(Recordable):
     ) -> None:
         """Clip the gradients by the norms of their groups, or drop them all if one is not finite.
 
+        Those of a group that the step does not train are dropped before.
+
         Raises:
             SkippedStepsError: too many steps were skipped.
         """
+        self.leave_empty_groups(optimizer)
         groups = self.clipped_groups(optimizer)
         norms = {
             name: torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
@@ -194,6 +200,7 @@ class GuardedModule(Recordable):
         checkpoint[_STATE] = {
             "skipped": self.skipped.state_dict(),
             "gradient_norms": dict(self.gradient_norms),
+            "empty_steps": dict(self.empty_steps),
             "losses_are_finite": not any_over_ranks(not self._losses_are_finite),
         }
 
@@ -205,6 +212,7 @@ class GuardedModule(Recordable):
         if state is not None:
             self.skipped.load_state_dict(state["skipped"])
             self.gradient_norms = dict(state["gradient_norms"])
+            self.empty_steps = dict(state.get("empty_steps", {}))
             self._losses_are_finite = state["losses_are_finite"]
 
     # ---- skipped steps

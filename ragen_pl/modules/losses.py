@@ -19,6 +19,7 @@ from ragen_pl.checked import checked
 from ragen_pl.constraints import NonNegative, Positive
 from ragen_pl.data.batch import CreditLayout, Minibatch
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
 from ragen_pl.modules.reference import InitialPolicy, Reference, divergence
@@ -57,6 +58,8 @@ class ReferenceKL:
     Raises:
         ValueError: the penalty is in the reward with another estimator than k1.
     """
+
+    needs_trust = ()
 
     coefficient: NonNegative
     estimator: KLEstimator = KLEstimator.FULL
@@ -104,6 +107,8 @@ class UpdateLoss:
         mismatch: correction of the engine's distribution to the trainer's; None for none, auto for `TruncatedWeights`
             unless compute is in float32 and the weights are the same, where both agree.
     """
+
+    needs_trust = ()
 
     policy: PolicyLoss = field(default_factory=PolicyLoss)
     kl: ReferenceKL | None = None
@@ -178,9 +183,15 @@ class UpdateLoss:
             )
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that samples of older weights are corrected for, if the run has any."""
+        """Check that samples of older weights are corrected for, and that whitening moves no baseline.
+
+        Raises:
+            ValueError: They are not, or it does.
+        """
         if facts.iterations_ahead:
             self.require_correction()
+        if self.whiten and facts.baseline is not None:
+            facts.refuse_whitening(facts.estimator, scope=facts.baseline)
 
     def require_correction(self) -> None:
         """Check that samples of older weights are corrected for.
@@ -233,14 +244,32 @@ class UpdateLoss:
                 "average over samples would weigh them by that; set token-mean, or, for the policy, episode-mean"
             )
 
+    def has_tokens(self, batch: Minibatch, critic: CriticModule | None) -> dict[str, Tensor]:
+        """Return whether a minibatch's optimizer step has a token for a module, bool `[]`, by `policy` and `critic`.
+
+        The value loss trains the policy too where the critic reads its states.
+        """
+        loss_tokens, value_tokens, kl_tokens = batch.counted
+        policy = loss_tokens | kl_tokens if self._has_kl else loss_tokens
+        if critic is None:
+            return {"policy": policy}
+        values = value_tokens & (self.value_coefficient > 0)
+        shared = critic.shares_trunk and not critic.detach_states
+        return {"policy": policy | values if shared else policy, "critic": values}
+
+    @property
+    def _has_kl(self) -> bool:
+        """Whether the loss has a penalty on the divergence from the reference."""
+        kl = self.kl
+        return kl is not None and kl.place is KLPlace.LOSS and kl.coefficient > 0
+
     @property
     def _average_over_rows(self) -> str | None:
         """The setting of an average that depends on how episodes are divided into rows."""
         kl, key = self.kl, "algorithm.loss"
         if self.policy.aggregation.counts_rows:
             return f"{key}.policy.aggregation={self.policy.aggregation}"
-        in_loss = kl is not None and kl.place is KLPlace.LOSS and kl.coefficient > 0
-        if kl is not None and in_loss and kl.aggregation.counts_rows:
+        if kl is not None and self._has_kl and kl.aggregation.counts_rows:
             return f"{key}.kl.aggregation={kl.aggregation}"
         return None
 

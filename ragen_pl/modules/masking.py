@@ -46,6 +46,8 @@ class Importance:
         advantage: fraction kept in M_adv.
     """
 
+    needs_trust = ()
+
     loss: PositiveFraction = 1.0
     advantage: PositiveFraction = 1.0
 
@@ -63,6 +65,8 @@ class Masks:
         observations: label the text shown between responses, which lets masks include it (RICO).
         importance: narrows both masks to the tokens that matter most for the actions; None leaves them.
     """
+
+    needs_trust = ()
 
     loss: Mask = sampled
     advantage: Mask = sampled

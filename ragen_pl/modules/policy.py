@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from ragen_pl.data.batch import Minibatch, Samples
+from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
+from ragen_pl.data.loader import whole_minibatch
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.adapters import adapter_weights
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.models.vision_parts import vision_weights
+from ragen_pl.modules.empty_steps import LeavesEmptySteps
 from ragen_pl.modules.forward import (
     LOGITS_MIB,
     Readout,
@@ -60,7 +61,7 @@ class TokenScores(NamedTuple):
     """Ids that the engine kept, by `samples.token`; None unless they were asked for."""
 
 
-class PolicyModule(pl.LightningModule):
+class PolicyModule(LeavesEmptySteps):
     """A model that acts.
 
     Every use of the model in training and scoring is a call of the module, because DDP and FSDP hook that call.
@@ -160,8 +161,21 @@ class PolicyModule(pl.LightningModule):
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
         self.train()
 
-    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Learn the batch's responses."""
+    def has_tokens(self, batch: Minibatch) -> dict[str, Tensor]:
+        """Return whether the step has a token in M_loss."""
+        return {"policy": batch.counted[0]}
+
+    def training_step(self, batch: Minibatch | TrajectoryBatch, batch_idx: int) -> Tensor:
+        """Learn the batch's responses.
+
+        Args:
+            batch: A minibatch of a `MinibatchLoader`, or a whole batch of a `DataLoader` whose `collate_fn` makes it,
+                such as `conversation_batch`.
+            batch_idx: Number of the batch.
+        """
+        if isinstance(batch, TrajectoryBatch):
+            batch = whole_minibatch(batch)
+            self.note_tokens(batch)
         loss = self.supervised_loss(batch)
         self.log("train/loss", loss.detach(), prog_bar=True)
         return loss
@@ -169,7 +183,7 @@ class PolicyModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of a policy that is trained alone."""
         factory = self.optimizer_factory or partial(torch.optim.AdamW, lr=1e-4)
-        return build_optimizer(factory, module_groups(self, "policy"))
+        return build_optimizer(factory, module_groups(self))
 
 
 class ReadsValues(Protocol):

@@ -153,12 +153,14 @@ def _score(
         batch.images,
         microbatches=microbatches,
         reference=scorer.reference_states(reference),
+        kept=batch.kept,
     )
     if scores.values is not None:
         samples.values = scores.values
     if scores.kept is not None:
-        _check_kept_size(scores.kept)
         batch.kept = scores.kept
+    if batch.kept is not None:
+        _check_kept_size(batch.kept)
     # shown text was not sampled: its log-probs before the update serve as those of the behavior policy
     shown = samples.spans == Span.SHOWN
     samples.behavior_logprobs = torch.where(shown, scores.logprobs, samples.behavior_logprobs)

@@ -21,6 +21,7 @@ from ragen_pl.distributed import sharded_like, whole
 from ragen_pl.models.adapters import (
     adapters_are_new,
     adapters_off,
+    base_is_changed,
     has_adapters,
     only_adapters_are_trained,
 )
@@ -198,7 +199,8 @@ class AdaptersOff:
         """Return the same model without its adapters.
 
         Raises:
-            ValueError: The model has no adapters, or trains other weights too.
+            ValueError: The model has no adapters, trains other weights too, or its adapters changed the weights under
+                them when they were made.
         """
         name = type(policy.model).__name__
         if not has_adapters(policy.bundle.model):
@@ -210,6 +212,12 @@ class AdaptersOff:
             raise ValueError(
                 f"algorithm.loss.kl.reference=AdaptersOff: {name} trains other weights too, which can't be switched "
                 "off; set model.build.freeze_projector=true, or use FrozenCopy"
+            )
+        if base_is_changed(policy.bundle.model):
+            raise ValueError(
+                f"algorithm.loss.kl.reference=AdaptersOff: the initial values of {name}'s adapters have changed the "
+                "weights under them, so the model without adapters is not the initial policy; use InitialPolicy or "
+                "FrozenCopy, or leave out model.build.lora.init_lora_weights"
             )
         return WithoutAdapters(policy)
 
@@ -224,13 +232,16 @@ class AdaptersOff:
 class InitialPolicy:
     """The policy with its initial weights, in the cheaper of two ways.
 
-    `AdaptersOff` if only fresh adapters are trained, else a `FrozenCopy`.
+    `AdaptersOff` if only fresh adapters are trained and the weights under them are as loaded, else a `FrozenCopy`.
     """
+
+    needs_trust = ()
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the reference."""
         model = policy.bundle.model
-        if only_adapters_are_trained(model) and adapters_are_new(model):
+        new = only_adapters_are_trained(model) and adapters_are_new(model)
+        if new and not base_is_changed(model):
             return AdaptersOff().build(policy)
         return FrozenCopy().build(policy)
 

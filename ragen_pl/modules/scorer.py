@@ -46,8 +46,18 @@ class Scorer:
         *,
         microbatches: list[Tensor],
         reference: ReferenceStates | None = None,
+        kept: KeptIds | None = None,
     ) -> TokenScores:
-        """Return log-probs, the ids that the engine kept and, with a critic, values of the sampled tokens."""
+        """Return log-probs and, with a critic, values of the sampled tokens.
+
+        Args:
+            samples: Sequences.
+            images: Images that `samples.image_index` refers to.
+            microbatches: Rows that are computed together.
+            reference: The reference's states, see `TokenReadout`.
+            kept: Ids that sampling kept, by token number. Without them, those that the present weights keep are found
+                and returned too.
+        """
         return score_together(
             self.policy,
             self.critic,
@@ -55,7 +65,8 @@ class Scorer:
             images,
             reference=reference,
             microbatches=microbatches,
-            truncation=self.truncation,
+            kept=_by_place(kept, samples),
+            truncation=self.truncation if kept is None else None,
         )
 
     def score_minibatch(self, batch: Minibatch) -> TokenScores:
@@ -141,7 +152,7 @@ class Scorer:
             return None
         if self.loss.reads_reference_head:
             return None
-        readout = TokenReadout(logits_mib=self.policy.logits_mib, kept=kept)
+        readout = TokenReadout(logits_mib=self.policy.logits_mib, kept=_by_place(kept, samples))
         scores: TokenScores = self.reference(
             samples, images, microbatches=microbatches, readout=readout
         )
@@ -149,6 +160,11 @@ class Scorer:
         result = scores.logprobs.new_zeros(int(sampled.sum()))
         result[samples.token[sampled]] = scores.logprobs[sampled]
         return result
+
+
+def _by_place(kept: KeptIds | None, samples: Samples) -> KeptIds | None:
+    """Return kept ids by row and column."""
+    return None if kept is None else kept.select(samples.token[samples.turn >= 0])
 
 
 def _check_reference_size(samples: Samples, bundle: ModelBundle) -> None:

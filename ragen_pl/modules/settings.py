@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from annotated_types import Ge
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Fraction, NonNegative, Note
+from ragen_pl.data.settings import UpdateSettings
 
 
 @checked
@@ -56,3 +57,10 @@ class CriticSettings:
             yield (
                 f"critic.detach=true: algorithm.critic={kind} has no trunk in common with the policy; set false"
             )
+
+
+class IterationData(Protocol):
+    """DataModule as the agent's metrics need it, such as a `RolloutDataModule`."""
+
+    update: UpdateSettings
+    metrics: Mapping[str, float]

@@ -7,6 +7,7 @@ critic learns the demonstrator's returns.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -23,8 +24,9 @@ from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.guard import GuardedModule
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.modules.sharding import data_mesh, is_sharded
-from ragen_pl.optimizers import OptimizerFactory, build_optimizer, parameter_groups
+from ragen_pl.optimizers import OptimizerFactory
 
 
 class WarmStartModule(GuardedModule):
@@ -41,6 +43,7 @@ class WarmStartModule(GuardedModule):
 
     # also the name in the progress display
     phase: ClassVar[str] = "warm start"
+    optimizer_key: ClassVar[str] = "warm_start.optimizer"
 
     @checked
     def __init__(
@@ -56,7 +59,9 @@ class WarmStartModule(GuardedModule):
         super().__init__(max_skipped_steps=max_skipped_steps)
         self.policy, self.critic = policy, critic
         self.optimizer_factory = optimizer
-        self.settings, self.master_weights = settings or WarmStartSettings(), master_weights
+        self.settings = settings or WarmStartSettings()
+        self.critic_learning_rate = self.settings.critic_lr
+        self.optimization = OptimizationSettings(master_weights=master_weights)
         self._step_sums: dict[str, Tensor | float] = {}
 
     def configure_model(self) -> None:
@@ -71,6 +76,11 @@ class WarmStartModule(GuardedModule):
     def on_fit_start(self) -> None:
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
         self.train()
+
+    def has_tokens(self, batch: Minibatch) -> Mapping[str, Tensor]:
+        """Return whether the step has a token in M_loss: policy and critic learn at the same ones."""
+        names = ("policy",) if self.critic is None else ("policy", "critic")
+        return dict.fromkeys(names, batch.counted[0])
 
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the joint loss of a minibatch, scaled by `batch.scale`, and its terms.
@@ -111,15 +121,18 @@ class WarmStartModule(GuardedModule):
             self.log_dict(self._step_sums, prog_bar=True, sync_dist=True, reduce_fx="sum")
             self._step_sums = {}
 
+    def schedule_settings(self) -> dict[str, float]:
+        """Return the settings of the schedule."""
+        settings = self.settings
+        return {
+            "warm_start.warm_up": settings.warm_up,
+            "warm_start.learning_rate_end": settings.learning_rate_end,
+            "warm_start.steps": settings.steps,
+        }
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and its schedule: a linear rise, then a cosine fall."""
-        groups = parameter_groups(
-            self.policy, self.critic, critic_learning_rate=self.settings.critic_lr
-        )
-        optimizer = build_optimizer(
-            self.optimizer_factory, groups, master_weights=self.master_weights
-        )
-
+        optimizer = self.build_optimizer()
         settings = self.settings
 
         def factor(step: int) -> float:

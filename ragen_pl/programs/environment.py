@@ -24,11 +24,12 @@ from annotated_types import Gt
 from gymnasium import spaces
 
 from ragen_pl.checked import checked
-from ragen_pl.constraints import Count
+from ragen_pl.constraints import Count, PositiveFraction
 from ragen_pl.programs.launcher import ProgramLauncher, ProgramLimits
 from ragen_pl.programs.results import ProgramResult, read_result
 from ragen_pl.programs.running import RunningProgram, last_lines
-from ragen_pl.programs.tasks import load_tasks
+from ragen_pl.programs.tasks import split_tasks
+from ragen_pl.programs.variables import Secrets, upstream
 from ragen_pl.serving.address import LOOPBACK
 from ragen_pl.serving.chat_response import Answer
 from ragen_pl.serving.errors import RequestError
@@ -36,8 +37,10 @@ from ragen_pl.serving.server import AgentServer
 from ragen_pl.serving.session import Call, Event, EventKind, Session, SessionLimits
 
 Seconds: TypeAlias = Annotated[float, Gt(0)]
-# a program hears that its calls are used up, so often, and may still report
-_GRACE_S, _GRACE_CALLS = 30.0, 100
+# of a program that hears that its calls are used up, and may still report
+_GRACE_S = 30.0
+# refused requests in a row, after which a program is ended
+_MAX_REFUSED = 100
 _MAX_ACTION = 1 << 28
 # until a program that is killed has ended
 _KILL_S = 10.0
@@ -56,6 +59,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             returns is the result.
         tasks: tasks, one for each episode; see `ragen_pl.programs.tasks`. None for a program that makes its own of the
             seed.
+        validation_tasks: tasks of validation, which training leaves out; or the fraction of `tasks` that it leaves out.
+            None for the same tasks in both.
         verifier: command that is run after the end in the same folder, out of the program's reach. Its last line of
             output is the result, in place of the program's own.
         max_calls: answered requests of an episode. Later ones are refused.
@@ -64,19 +69,27 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         file_mb: size of each file in MiB; None for no limit.
         disk_mb: size of all files in its folder in MiB, which is looked at from time to time; None for no limit.
         output_kb: end of the output that is kept with the trajectory, in KiB.
-        crash_reward: reward of an episode whose program ends with an error; None where such an episode fails and is not
-            trained on.
+        crash_reward: reward of an episode whose program ends with an error, or is ended since 100 of its requests in a
+            row were refused; None where such an episode fails and is not trained on.
         models: endpoints of other models by name, `{"url", "model", "key_env"}`. Requests to them are passed on.
         response_format: `unconstrained` where requests for JSON are answered freely, for programs that check it.
         post_rewards: whether the program may set rewards over HTTP, with the key in `RAGEN_REWARD_KEY`.
-        variables: further environment variables.
+        variables: further environment variables. They are part of the run's settings, which are written and shown.
+        variables_env: names of the trainer's environment variables that the program gets too, such as keys. Their
+            values stand in no settings, and are replaced by their names in what the trainer keeps of the output.
         host: address of the endpoint.
 
     Raises:
-        ValueError: there is no program, or both a command and a function.
+        ValueError: there is no program, or both a command and a function; or a variable of `variables_env` is not set.
     """
 
+    needs_trust = (
+        "command", "function", "tasks", "validation_tasks", "verifier", "models", "variables", "variables_env", "host",
+    )  # fmt: skip
+
     action_space: spaces.Space[Any]
+    draws_held_out = True
+    """Whether `reset` takes the option `held_out`."""
 
     @checked
     def __init__(
@@ -85,6 +98,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         command: Sequence[str] | None = None,
         function: str | None = None,
         tasks: str | None = None,
+        validation_tasks: str | PositiveFraction | None = None,
         verifier: Sequence[str] | None = None,
         max_calls: Count = 50,
         program_s: Seconds = 600.0,
@@ -97,6 +111,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         response_format: Literal["refused", "unconstrained"] = "refused",
         post_rewards: bool = False,
         variables: Mapping[str, str] | None = None,
+        variables_env: Sequence[str] = (),
         host: str = LOOPBACK,
     ) -> None:
         if (command is None) == (function is None):
@@ -111,9 +126,15 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             memory_mb=memory_mb, file_mb=file_mb, disk_mb=disk_mb, output_kb=output_kb
         )
         self.crash_reward, self.post_rewards = crash_reward, post_rewards
-        self.response_format, self.variables = response_format, dict(variables or {})
-        self.models = {name: _upstream(name, given) for name, given in (models or {}).items()}
-        self.tasks = None if tasks is None else load_tasks(tasks)
+        self.response_format = response_format
+        self.secrets = Secrets(variables_env)
+        self.variables = {**self.secrets.values, **(variables or {})}
+        self.models = {name: upstream(name, given) for name, given in (models or {}).items()}
+        if tasks is None and validation_tasks is not None:
+            raise ValueError(
+                f"env.validation_tasks={validation_tasks}: there are no env.tasks; set them, or leave this out"
+            )
+        self.tasks = None if tasks is None else split_tasks(tasks, validation_tasks)
         self._server = shared_server(host)
         self._launcher = shared_launcher(function)
         self.action_space = spaces.Text(max_length=_MAX_ACTION)
@@ -126,7 +147,9 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         self._call: Call | None = None
         self._delivered: list[str] = []
         self._outcome: Mapping[str, Any] | None = None
-        self._left_s, self._refused = 0.0, 0
+        # why the program is ended before it ends by itself
+        self._ended_for: str | None = None
+        self._left_s = 0.0
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -135,7 +158,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
 
         Args:
             seed: chooses the task; the program gets it too.
-            options: `task`, another task.
+            options: `task`, another task; `held_out`, whether it is one of validation.
 
         Raises:
             RuntimeError: the program ended without a request, or took too long.
@@ -192,10 +215,14 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
     def _drawn_task(self, options: Mapping[str, Any]) -> Any:
         if "task" in options or self.tasks is None:
             return options.get("task")
-        return self.tasks[int(self.np_random.integers(len(self.tasks)))]
+        training, validation = self.tasks
+        tasks = validation if options.get("held_out") else training
+        return tasks[int(self.np_random.integers(len(tasks)))]
 
     def _begin(self) -> None:
-        limits = SessionLimits(unconstrained=self.response_format == "unconstrained")
+        limits = SessionLimits(
+            unconstrained=self.response_format == "unconstrained", refused_requests=_MAX_REFUSED
+        )
         self._session = Session(
             self._server.loop,
             limits=limits,
@@ -204,8 +231,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         )
         self._server.open(self._session)
         self._waiting.clear()
-        self._call, self._outcome = None, None
-        self._delivered, self._left_s, self._refused = [], self.program_s, 0
+        self._call, self._outcome, self._ended_for = None, None, None
+        self._delivered, self._left_s = [], self.program_s
         self._program = RunningProgram(
             self._server,
             self._session,
@@ -249,18 +276,16 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         """Return the program's oldest request, None once it has ended."""
         assert self._session is not None
         while True:
-            while self._waiting:
+            while self._waiting and self._ended_for is None:
                 call = self._waiting.popleft()
                 if len(self._delivered) < self.max_calls:
                     self._call = call
                     return call
-                self._refused += 1
-                if self._refused > _GRACE_CALLS:
-                    raise RuntimeError(
-                        f"the program goes on calling after env.max_turns={self.max_calls} calls"
-                    )
                 self._left_s = min(self._left_s, _GRACE_S)
-                refused = f"the episode has had its {self.max_calls} calls"
+                refused = (
+                    f"the episode has had its {self.max_calls} calls; a program that goes on calling after "
+                    f"env.max_turns={self.max_calls} calls is ended"
+                )
                 self._session.answer(call, RequestError(400, refused, code="call_limit"))
             if self._outcome is not None:
                 return None
@@ -282,6 +307,9 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             self._left_s = max(0.001, self._left_s - (time.monotonic() - begin))
         if event.kind is EventKind.REQUEST and event.call is not None:
             self._waiting.append(event.call)
+        elif event.kind is EventKind.REFUSED and self._program is not None:
+            self._ended_for = event.outcome["reason"]
+            self._program.kill()
         elif event.kind is EventKind.EXIT:
             self._outcome = event.outcome
         return event
@@ -295,30 +323,38 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         """Return the result of a program that has ended."""
         assert self._session is not None and self._outcome is not None
         assert self._program is not None
-        if self._outcome.get("code") != 0:
+        if self._ended_for is not None or self._outcome.get("code") != 0:
             if self.crash_reward is None:
                 raise RuntimeError(f"the program failed: {self._ending()}")
             return ProgramResult(parts={"crash": self.crash_reward})
         if self.verifier is None:
             text = self._program.result()
         else:
-            text = self._program.verified(self.verifier, timeout_s=self.program_s)
+            try:
+                text = self._program.verified(self.verifier, timeout_s=self.program_s)
+            except RuntimeError as error:
+                raise RuntimeError(self.secrets.hidden_in(str(error))) from None
+        text = None if text is None else self.secrets.hidden_in(text)
         return read_result(text, posted=self._session.rewards, call_ids=self._delivered)
 
     def _facts(self) -> dict[str, Any]:
         assert self._session is not None and self._outcome is not None
-        return {"output": self._outcome.get("output", ""), "requests": dict(self._session.counts)}
+        output = self.secrets.hidden_in(str(self._outcome.get("output", "")))
+        return {"output": output, "requests": dict(self._session.counts)}
 
     def _ending(self) -> str:
         """Return how the program ended, with the last lines of its output."""
         outcome = self._outcome or {}
-        if outcome.get("disk_exceeded"):
+        if self._ended_for is not None:
+            how = self._ended_for
+        elif outcome.get("disk_exceeded"):
             how = f"its files take more than env.kwargs.disk_mb={self.limits.disk_mb}"
         elif outcome.get("signal") is not None:
             how = f"signal {outcome['signal']}"
         else:
             how = outcome.get("error") or f"exit code {outcome.get('code')}"
-        return f"{how}; its last lines: {last_lines(str(outcome.get('output', '')))}"
+        output = self.secrets.hidden_in(str(outcome.get("output", "")))
+        return f"{how}; its last lines: {last_lines(output)}"
 
     def _end(self) -> None:
         """End the program and its session."""
@@ -330,7 +366,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             while self._outcome is None:
                 event = self._session.events.get(timeout=_KILL_S)
                 self._outcome = event.outcome if event.kind is EventKind.EXIT else None
-        self._program.remove()
+        self._program.remove(is_lost=self._outcome is None or "error" in self._outcome)
         self._session = self._program = None
 
 
@@ -352,16 +388,3 @@ def _with_paths(command: Sequence[str]) -> list[str]:
     Links are kept: the interpreter of a virtual environment is one, and knows its packages by its own path.
     """
     return [os.path.abspath(part) if Path(part).is_file() else part for part in command]
-
-
-def _upstream(name: str, given: Mapping[str, str]) -> dict[str, str]:
-    if "url" not in given:
-        raise ValueError(f"env.kwargs.models.{name}: it has no url")
-    target = {key: value for key, value in given.items() if key != "key_env"}
-    if "key_env" in given:
-        if given["key_env"] not in os.environ:
-            raise ValueError(
-                f"env.kwargs.models.{name}.key_env={given['key_env']}: no such environment variable"
-            )
-        target["key"] = os.environ[given["key_env"]]
-    return target

@@ -11,22 +11,15 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ragen_pl.files import OwnFolder
+from ragen_pl.programs.variables import program_variables
 
+_PREFIX = "program_"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
-# of the trainer's variables, those that a program gets
-_KEPT = (
-    "LANG",
-    "LC_ALL",
-    "LD_LIBRARY_PATH",
-    "PATH",
-    "SSL_CERT_FILE",
-    "TZ",
-    "VIRTUAL_ENV",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +49,20 @@ class ProgramLauncher:
     def __init__(self, function: str | None = None) -> None:
         self._function = function
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
         self._folder: OwnFolder | None = None
         self._owner = os.getpid()
 
     def new_folder(self) -> Path:
         """Return an empty folder for a program. A later run removes it where this process is killed."""
-        return Path(tempfile.mkdtemp(prefix="program_", dir=self._started()))
+        with self._lock:
+            self._forget_if_forked()
+            if self._folder is not None:
+                # a program may have removed the folder that all are in
+                with suppress(OSError):
+                    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._folder.path))
+            self._folder = OwnFolder("ragen_programs_")
+            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._folder.path))
 
     def start(
         self,
@@ -83,60 +83,65 @@ class ProgramLauncher:
         Raises:
             RuntimeError: the supervisor does not start.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(str(self._started() / "socket"))
         order = {
             "command": None if command is None else [*command],
-            "environment": _variables() | dict(environment),
+            "environment": program_variables() | dict(environment),
             "folder": folder,
             "memory_mb": limits.memory_mb,
             "file_mb": limits.file_mb,
             "disk_mb": limits.disk_mb,
             "output_bytes": 1024 * limits.output_kb,
         }
+        connection = self._connection()
         connection.sendall(json.dumps(order).encode() + b"\n")
         return connection
 
-    def _started(self) -> Path:
-        """Return the folder with the supervisor's socket; start the supervisor where none runs."""
-        with self._lock:
-            running = self._process is not None and self._process.poll() is None
-            if self._folder is None or self._owner != os.getpid():
-                running, self._owner = False, os.getpid()
-                self._folder = OwnFolder("ragen_programs_")
-            if not running:
-                place = self._folder.path / "socket"
-                place.unlink(missing_ok=True)
-                named = [] if self._function is None else [self._function]
-                self._process = subprocess.Popen(
-                    [sys.executable, str(_SUPERVISOR), str(place), *named],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env=_variables(),
-                    start_new_session=True,
-                )
-                weakref.finalize(self, _end, self._process)
-                assert self._process.stdout is not None
-                if self._process.stdout.readline() != b"ready\n":
-                    raise RuntimeError(
-                        "the supervisor of programs does not start; see its error above"
-                    )
-            return self._folder.path
+    def _connection(self) -> socket.socket:
+        """Return the owner's end of a new connection to the supervisor; start one where none runs."""
+        own, other = socket.socketpair()
+        with self._lock, other:
+            self._forget_if_forked()
+            if self._control is not None:
+                # a program may have killed it
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    socket.send_fds(self._control, [b"p"], [other.fileno()])
+                    return own
+            self._control = self._started()
+            socket.send_fds(self._control, [b"p"], [other.fileno()])
+        return own
+
+    def _forget_if_forked(self) -> None:
+        """Forget the folder and the supervisor of the process that this one is a fork of."""
+        if self._owner != os.getpid():
+            self._owner, self._folder, self._control = os.getpid(), None, None
+
+    def _started(self) -> socket.socket:
+        """Start a supervisor and return the socket that it gets connections over.
+
+        Raises:
+            RuntimeError: it does not start.
+        """
+        control, its_end = socket.socketpair()
+        named = [] if self._function is None else [self._function]
+        with its_end:
+            process = subprocess.Popen(
+                [sys.executable, str(_SUPERVISOR), *named],
+                stdin=its_end.fileno(),
+                stdout=subprocess.PIPE,
+                env=program_variables(),
+                start_new_session=True,
+            )
+        weakref.finalize(self, _end, process, control)
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError("the supervisor of programs does not start; see its error above")
+        return control
 
 
-def _variables() -> dict[str, str]:
-    """Return the environment variables of every program. Its modules may stand in the trainer's working directory."""
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-    paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return kept
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     """End a supervisor, which ends its programs."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
+    assert process.stdout is not None
+    control.close()
     try:
         process.wait(timeout=2.0)
     except subprocess.TimeoutExpired:

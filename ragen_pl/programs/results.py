@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragen_pl.serving.rewards import ResponseRewards, reward_parts
+from ragen_pl.serving.strict_json import strict_json
 from ragen_pl.trajectory import REWARD_PART
 
 _KNOWN = ("reward", "success", "rewards", "invalid", "info")
+# of a result, which is read while other programs wait
+_MAX_VALUES = 100_000
+# characters of the JSON of `info`, which the trainer keeps with the trajectory
+_MAX_INFO = 1 << 20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,7 +49,8 @@ def read_result(
         call_ids: ids of the responses that were delivered, in order.
 
     Raises:
-        ValueError: there is no reward, a number is not finite, an id is not known, or two rewards of a response differ.
+        ValueError: there is no reward, a number is not finite, an id is not known, two rewards of a response differ, or
+            it is what a request must not be either: nested too deeply, or with half a surrogate pair.
     """
     result = ProgramResult()
     turns = {call_id: number for number, call_id in enumerate(call_ids)}
@@ -56,6 +62,7 @@ def read_result(
     given = {} if text is None else _object(text)
     rewards = ResponseRewards(posted)
     for call_id, reward in given.get("rewards", {}).items():
+        _turn(turns, call_id)
         rewards.give(call_id, reward)
     for call_id, parts in rewards.items():
         terms = {REWARD_PART + name: value for name, value in parts.items()}
@@ -63,14 +70,20 @@ def read_result(
     result.parts = reward_parts(given.get("reward", 0.0), "result: reward")
     success = given.get("success", False)
     if not isinstance(success, bool):
-        raise ValueError(f"result: success={success!r}, expected true or false")
+        raise ValueError(f"result: success={success!r:.100}, expected true or false")
     result.success = success
     result.invalid_turns = [_turn(turns, call_id) for call_id in given.get("invalid", [])]
     result.info = dict(given.get("info", {}))
+    if text is not None:
+        _check_whole(text)
+    if len(json.dumps(result.info)) > _MAX_INFO:
+        raise ValueError(f"result: info has more than {_MAX_INFO} characters")
     return result
 
 
 def _object(text: str) -> Mapping[str, Any]:
+    if sum(map(text.count, ",[{")) > _MAX_VALUES:
+        raise ValueError(f"result: it has more than {_MAX_VALUES} values")
     try:
         given = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -78,11 +91,33 @@ def _object(text: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"result: found {type(given).__name__}, expected an object")
     if unknown := given.keys() - set(_KNOWN):
-        raise ValueError(f"result: {min(unknown)} is not known; known are {', '.join(_KNOWN)}")
+        raise ValueError(
+            f"result: {_shown(min(unknown))} is not known; known are {', '.join(_KNOWN)}"
+        )
     for name, kind in (("rewards", Mapping), ("info", Mapping), ("invalid", list)):
         if not isinstance(given.get(name, kind() if kind is list else {}), kind):
             raise ValueError(f"result: {name} has the wrong type")
     return given
+
+
+def _check_whole(text: str) -> None:
+    """Check what rewards have no part in, as requests are: the trainer writes it into its records.
+
+    Raises:
+        ValueError: a number is not finite, it is nested too deeply, or it holds half a surrogate pair.
+    """
+    try:
+        strict_json(text)
+    # such an error cannot be shown itself
+    except UnicodeEncodeError as error:
+        raise ValueError("result: it holds half a surrogate pair, which is no character") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"result: {error}") from error
+
+
+def _shown(text: str) -> str:
+    """Return a text that can be written, as long as an error may be."""
+    return text[:100].encode("ascii", "backslashreplace").decode()
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -95,8 +130,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _turn(turns: Mapping[str, int], call_id: object) -> int:
-    if call_id not in turns:
+    if not isinstance(call_id, str) or call_id not in turns:
         raise ValueError(
-            f"result: {call_id!r} is the id of no response of this episode, which has {len(turns)}"
+            f"result: {call_id!r:.100} is the id of no response of this episode, which has {len(turns)}"
         )
-    return turns[str(call_id)]
+    return turns[call_id]

@@ -6,14 +6,18 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import stat
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ragen_pl.programs.launcher import ProgramLauncher, ProgramLimits
+from ragen_pl.programs.variables import program_variables
 from ragen_pl.serving.server import AgentServer
 from ragen_pl.serving.session import Session
 
@@ -21,6 +25,8 @@ from ragen_pl.serving.session import Session
 _MAX_TASK_VARIABLE = 100_000
 # bytes
 _MAX_RESULT = 32 * 1024 * 1024
+# until processes that are killed have ended
+_KILL_S = 5.0
 # lines of the output in an error
 _LINES = 10
 
@@ -86,9 +92,16 @@ class RunningProgram:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
-    def remove(self) -> None:
-        """Remove the folder of a program that has ended."""
+    def remove(self, *, is_lost: bool) -> None:
+        """Remove the folder of a program that has ended.
+
+        Args:
+            is_lost: whether nobody has reported its end, as where it has killed the processes that watch it. What is
+                left of it is killed then.
+        """
         self._connection.close()
+        if is_lost:
+            _kill_all_in(self._folder)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def result(self) -> str | None:
@@ -117,16 +130,25 @@ class RunningProgram:
     def verified(self, verifier: Sequence[str], *, timeout_s: float) -> str:
         """Return the last line that a verifier writes in the program's folder, after its end.
 
+        It gets the variables of a program, without the endpoint's; its `HOME` is not the one that the program had.
+
         Raises:
             RuntimeError: the verifier failed.
         """
+        own = self._folder / "verifier"
+        own.mkdir()
+        environment = {
+            **program_variables(), "HOME": str(own), "TMPDIR": str(own), **self._variables, **self._about_task,
+        }  # fmt: skip
         try:
             run = subprocess.run(
                 verifier,
                 cwd=self._work,
-                env=os.environ | self._variables | self._about_task,
+                env=environment,
+                stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=timeout_s,
                 check=True,
             )
@@ -139,6 +161,28 @@ class RunningProgram:
             raise RuntimeError(f"env.verifier={shlex.join(verifier)}: {error}") from error
         lines = run.stdout.strip().splitlines()
         return str(lines[-1]) if lines else ""
+
+
+def _kill_all_in(folder: Path) -> None:
+    """Kill the processes that work in a folder or have it in their environment, and those that they start meanwhile."""
+    mark = os.fsencode(folder)
+    end = time.monotonic() + _KILL_S
+    while (found := [*_processes_with(mark)]) and time.monotonic() < end:
+        for process in found:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _processes_with(mark: bytes) -> Iterator[int]:
+    """Yield the running processes whose working folder or environment holds a text."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        # of other users, or ended
+        with suppress(OSError):
+            is_zombie = b") Z " in (entry / "stat").read_bytes()
+            place = os.fsencode(os.readlink(entry / "cwd"))
+            if not is_zombie and (mark in place or mark in (entry / "environ").read_bytes()):
+                yield int(entry.name)
 
 
 def last_lines(text: str) -> str:

@@ -1,12 +1,17 @@
 """Process that starts agent programs and ends them with all their children. Run as a script; standard library only.
 
-`python supervisor.py SOCKET [MODULE.FUNCTION]` listens on a Unix socket. A connection is one program: the owner sends
-one line of JSON, `{"command", "environment", "folder", "memory_mb", "file_mb", "disk_mb", "output_bytes"}`, and gets
-one line back when the program has ended, `{"code", "signal", "disk_exceeded", "output"}`. Where the owner closes its
-side, the program is killed. The supervisor ends when its standard input is closed, and its programs end with it.
+`python supervisor.py [MODULE.FUNCTION]` gets connections over the socket that is its standard input. A connection is
+one program: the owner sends one line of JSON, `{"command", "environment", "folder", "memory_mb", "file_mb", "disk_mb",
+"output_bytes"}`, and gets one line back when the program has ended, `{"code", "signal", "disk_exceeded", "output"}`.
+Where the owner closes its side, the program is killed. The supervisor ends when its standard input is closed, and its
+programs end with it.
 
-A keeper process for each connection adopts what the program leaves behind, so that nothing outlives it. A function is
-imported once and runs in a fork.
+    supervisor ──► keeper, one a connection ──► program and all that it starts
+
+A keeper adopts what the program leaves behind, so that nothing outlives it. Where the program kills its keeper, the
+supervisor adopts what is left and kills it; where it kills the supervisor, its keeper kills it. A program that kills
+both is killed by the kernel, and what it has started by the owner (`ragen_pl.programs.running`). A function is imported
+once and runs in a fork.
 """
 
 from __future__ import annotations
@@ -40,30 +45,45 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Serve the socket that the first argument names."""
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(sys.argv[1])
-    listening.listen(1024)
-    function, problem = _function(sys.argv[2]) if len(sys.argv) > 2 else (None, None)
-    # the kernel takes keepers that have ended away
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    """Start a keeper for each connection."""
+    owner = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    function, problem = _function(sys.argv[1]) if len(sys.argv) > 1 else (None, None)
+    _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
+    ended, caught = os.pipe()
+    for end in (ended, caught):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(caught, warn_on_full_buffer=False)
+    # a module may start processes when it is imported
+    kept = set(_children())
     print("ready", flush=True)
     while True:
-        ready, _, _ = select.select([listening, sys.stdin], [], [])
-        if sys.stdin in ready and not os.read(sys.stdin.fileno(), 1):
-            return
-        if listening not in ready:
+        ready, _, _ = select.select([owner.fileno(), ended], [], [])
+        if ended in ready:
+            os.read(ended, 1 << 12)
+            kept -= _reaped()
+            for orphan in set(_children()) - kept:
+                _kill(orphan)
+        if owner.fileno() not in ready:
             continue
-        connection, _ = listening.accept()
+        data, descriptors, _, _ = socket.recv_fds(owner, 1, 1)
+        if not data:
+            return
+        connection = socket.socket(fileno=descriptors[0])
         supervisor = os.getpid()
-        if os.fork() == 0:
-            listening.close()
+        keeper = os.fork()
+        if keeper == 0:
+            signal.set_wakeup_fd(-1)
+            for descriptor in (owner.fileno(), ended, caught):
+                os.close(descriptor)
             _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
             code = 1
             try:
                 code = _keep(connection, function, problem, supervisor)
             finally:
                 os._exit(code)
+        kept.add(keeper)
         connection.close()
 
 
@@ -98,11 +118,12 @@ def _keep(
         _tell(connection, {"code": 1, "signal": None, "output": problem})
         return 0
     output, written = os.pipe()
+    keeper = os.getpid()
     program = os.fork()
     if program == 0:
         connection.close()
         os.close(output)
-        _run(order, function, written)
+        _run(order, function, written, keeper)
     os.close(written)
     ended, caught = os.pipe()
     os.set_blocking(caught, False)
@@ -185,11 +206,17 @@ def _disk_bytes(folder: str) -> int:
     return total
 
 
-def _run(order: dict[str, Any], function: Callable[..., Any] | None, written: int) -> None:
+def _run(
+    order: dict[str, Any], function: Callable[..., Any] | None, written: int, keeper: int
+) -> None:
     """Become the program. Never returns."""
     code = 127
     try:
         os.setsid()
+        # it is kept by what it becomes
+        _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os.kill(os.getpid(), signal.SIGKILL)
         # Python ignores it, and a program would inherit that
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -240,21 +267,33 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
+def _children() -> list[int]:
+    """Return the children of this process, those that it has adopted included."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _reaped() -> set[int]:
+    """Return the children that have ended, and release them."""
+    reaped = set()
+    with suppress(ChildProcessError):
+        while child := os.waitpid(-1, os.WNOHANG)[0]:
+            reaped.add(child)
+    return reaped
+
+
 def _kill_children() -> None:
     """Kill all children, those that are adopted meanwhile too."""
     end = time.monotonic() + _KILL_S
-    path = f"/proc/self/task/{os.getpid()}/children"
-    while time.monotonic() < end:
-        with open(path) as file:
-            children = [int(child) for child in file.read().split()]
+    while (children := _children()) and time.monotonic() < end:
         for child in children:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
+            _kill(child)
+        _reaped()
         time.sleep(0.001)
 
 

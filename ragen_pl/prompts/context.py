@@ -104,8 +104,10 @@ class ContextManager(ContextRules):
                 "whole image, no part of it can be left out; set context.leave_out.patches=0 and "
                 "context.leave_out.turns=0"
             )
-        self._encoder = TextEncoder(bundle, bos_token_id=self.template.bos_token_id)
-        self._requests = RequestPrompts(bundle, self._encoder, template_kwargs)
+        self._encoder = TextEncoder(bundle, max_tokens, bos_token_id=self.template.bos_token_id)
+        self._requests = RequestPrompts(
+            bundle, self._encoder, template_kwargs, max_tokens=max_tokens
+        )
         self._ends = frozenset(bundle.eos_token_ids)
         self._inner = any_of(self.template.inner)
         # the end-of-turn token with what the template writes before it, and the text after it
@@ -185,7 +187,8 @@ class ContextManager(ContextRules):
         if observation.request is not None:
             return self._requests.observe(conversation, observation)
         text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
-        exchange = Exchange(text=text, images=observation.images, results=observation.results)
+        exchange = Exchange.of(observation, self._encoder.bounded(text))
+        exchange.results = [*map(self._encoder.bounded, exchange.results)]
         conversation.exchanges.append(exchange)
         return self.prompt(conversation)
 
@@ -367,7 +370,7 @@ class ContextManager(ContextRules):
         The response has ended, with the token `end`: one that was cut has no calls.
         """
         assert native.tools is not None
-        text = native.tools.results(calls=len(calls), images=len(exchange.images))
+        text = native.tools.results(exchange.result_images)
         names = [call["function"]["name"] for call in calls]
         parts = text.filled(names, exchange.results)
         # a template may have another end after calls than after words, Gemma's <|tool_response>

@@ -38,6 +38,7 @@ class Exchange:
         patches: patches shown of each image; None for all.
         results: results of the response's tool calls before it, which are shown in place of the text.
         calls: tool calls of the response.
+        result_images: number of images of each result.
     """
 
     text: str
@@ -47,6 +48,17 @@ class Exchange:
     patches: list[np.ndarray] | None = None
     results: Sequence[str] = ()
     calls: Sequence[dict[str, Any]] = ()
+    result_images: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, observation: Observation, text: str) -> Exchange:
+        """Return the exchange of an observation, whose text in the prompt is `text`."""
+        return cls(
+            text=text,
+            images=observation.images,
+            results=observation.results,
+            result_images=observation.result_images,
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,7 +101,12 @@ class Conversation:
     def observation(self) -> Observation:
         """The latest observation as the prompt shows it."""
         latest = self.exchanges[-1]
-        return Observation(text=latest.text, images=latest.images, results=[*latest.results])
+        return Observation(
+            text=latest.text,
+            images=latest.images,
+            results=[*latest.results],
+            result_images=[*latest.result_images],
+        )
 
     def latest(self, window: int | Literal["all"]) -> list[Exchange]:
         """Return the latest turns, the present one included."""
@@ -229,9 +246,7 @@ class TextContext:
         """Add an observation and return a prompt of its images."""
         if observation.request is not None:
             conversation.native = ApiFormat(observation.request.tools)
-        conversation.exchanges.append(
-            Exchange(text=observation.text, images=observation.images, results=observation.results)
-        )
+        conversation.exchanges.append(Exchange.of(observation, observation.text))
         return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
 
     def prompt(self, conversation: Conversation) -> Prompt:

@@ -15,15 +15,22 @@ if TYPE_CHECKING:
 # characters that stand for names of control tokens in rendered text: the last plane for private use
 _FIRST_PLACE, _LAST_PLACE = 0x100000, 0x10FFFD
 _PLACES = re.compile(f"[{chr(_FIRST_PLACE)}-{chr(_LAST_PLACE)}]")
+# characters of a text that is kept with its ids
+_LONGEST_KEPT = 10_000
+# characters of a rendering that are encoded first to see how long it is, for each token that it may have
+_FIRST_LOOK = 8
+# characters that a tokenizer may drop or join before it makes tokens
+_MARGIN = 4
 # an added token that a chat template uses as a mark, such as <tool_call>
 _MARK = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")
 
 
 class TextEncoder:
-    """Encode texts of prompts. What was encoded is kept.
+    """Encode texts of prompts. Short texts that were encoded are kept.
 
     Args:
         bundle: tokenizer of the model.
+        max_tokens: length of the context.
         bos_token_id: id that precedes a prompt; None for none.
 
     Attributes:
@@ -33,8 +40,9 @@ class TextEncoder:
         ValueError: the tokenizer does not read that text as one token.
     """
 
-    def __init__(self, bundle: ModelBundle, *, bos_token_id: int | None) -> None:
+    def __init__(self, bundle: ModelBundle, max_tokens: int, *, bos_token_id: int | None) -> None:
         self._bundle, self._bos_token_id = bundle, bos_token_id
+        self._max_characters = _MARGIN * max_tokens * max(map(len, bundle.tokenizer.get_vocab()))
         self._ends = frozenset(bundle.eos_token_ids)
         self._encoded: dict[tuple[str, str], np.ndarray] = {}
         self._splits: dict[str, tuple[str, str]] = {}
@@ -55,6 +63,10 @@ class TextEncoder:
                 f"the tokenizer does not read {self.end!r}, which ends a response, as one token; set its eos_token "
                 "to the token that ends a response and save it"
             )
+
+    def bounded(self, text: str) -> str:
+        """Return a text, or a part of it that fills the context by itself: the rest would be encoded for nothing."""
+        return text[: self._max_characters]
 
     def plain(self, text: str) -> str:
         """Return a text without the tokenizer's control tokens."""
@@ -94,6 +106,20 @@ class TextEncoder:
         if end < len(text) or not ids:
             ids.append(self.encode(text[end:], continues=continues or bool(ids)))
         return np.concatenate(ids)
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Return whether a rendering is so much longer than a number of tokens that its beginning is too.
+
+        The work depends on the limit, and not on the length of the rendering. Where only the whole has more tokens, the
+        answer is False.
+        """
+        length = _FIRST_LOOK * limit
+        while length < len(text):
+            # what follows can change the last tokens of a beginning, but never halve their number
+            if len(self.encode_rendered(text[:length])) > 2 * limit + _FIRST_LOOK:
+                return True
+            length *= 4
+        return False
 
     def _place(self, found: re.Match[str]) -> str:
         name = found[0]
@@ -177,14 +203,18 @@ class TextEncoder:
     def _cached(
         self, key: tuple[str, str], text: str, *, split_special_tokens: bool = False
     ) -> np.ndarray:
-        if key not in self._encoded:
-            if len(self._encoded) > 20_000:
-                self._encoded.clear()
-            ids = self._bundle.tokenizer(
-                text, add_special_tokens=False, split_special_tokens=split_special_tokens
-            )["input_ids"]
-            self._encoded[key] = np.asarray(ids, dtype=np.int64)
-        return self._encoded[key]
+        known = self._encoded.get(key)
+        if known is not None:
+            return known
+        if len(self._encoded) > 20_000:
+            self._encoded.clear()
+        encoded = self._bundle.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=split_special_tokens
+        )["input_ids"]
+        ids = np.asarray(encoded, dtype=np.int64)
+        if len(text) <= _LONGEST_KEPT:
+            self._encoded[key] = ids
+        return ids
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,17 @@ class MessageFormat(ABC):
         """Largest number of tool calls of a response."""
 
     @abstractmethod
-    def message(self, text: str) -> AssistantMessage:
-        """Read a response. Any text has a reading; see `parse_message`."""
+    def message(self, text: str, *, names: Collection[str] | None = None) -> AssistantMessage:
+        """Read a response. Any text has a reading; see `parse_message`.
+
+        Args:
+            text: the response, with the think tag that its prompt may have opened.
+            names: tools that may be called; None for any.
+        """
+
+    def shows(self, calls: Sequence[Message]) -> bool:
+        """Return whether later prompts can show these calls."""
+        return True
 
     @abstractmethod
     def response_text(self, action: str, *, reasoning: str | None = None) -> str:
@@ -106,10 +115,15 @@ class ApiFormat(MessageFormat):
         """Largest number of tool calls of a response."""
         return MAX_CALLS
 
-    def message(self, text: str) -> AssistantMessage:
+    def message(self, text: str, *, names: Collection[str] | None = None) -> AssistantMessage:
         """Read a response that `written` may have written."""
         return parse_message(
-            text, call_format=CallFormat.HERMES, thinks=THINK_TAGS, opened=False, tools={}
+            text,
+            call_format=CallFormat.HERMES if self.has_tools else None,
+            thinks=THINK_TAGS,
+            opened=False,
+            tools={},
+            names=names,
         )
 
     def response_text(self, action: str, *, reasoning: str | None = None) -> str:

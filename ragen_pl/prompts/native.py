@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ragen_pl.models.chat_template import ChatTemplate
-from ragen_pl.models.messages import Message, tool_message, user_message
+from ragen_pl.models.messages import Message
 from ragen_pl.models.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate
 from ragen_pl.prompts.message_format import MAX_CALLS, MessageFormat, call_of
 from ragen_pl.prompts.tool_calls.message import (
@@ -61,20 +61,21 @@ class NativeFormat(MessageFormat):
         self._parameters = {function["name"]: function["parameters"] for function in functions}
         self.tools = ToolTemplate(self.template, self.ends)
         self._call_format = _format_of(self.tools.example)
-        self.tools.results(calls=1, images=0)
+        self.tools.results([0])
         try:
-            self.tools.results(calls=2, images=0)
+            self.tools.results([0, 0])
         except NoToolsError:  # Llama 3.2 takes one call a response
             self._max_calls = 1
 
-    def message(self, text: str) -> AssistantMessage:
+    def message(self, text: str, *, names: Collection[str] | None = None) -> AssistantMessage:
         """Read a response. Any text has a reading; see `parse_message`."""
         return parse_message(
             text,
-            call_format=self._call_format,
+            call_format=self._call_format if self.has_tools else None,
             thinks=self._reasoning,
             opened=False,
             tools=self._parameters,
+            names=names,
         )
 
     @property
@@ -89,13 +90,20 @@ class NativeFormat(MessageFormat):
 
     def _problem_of(self, calls: Sequence[Message]) -> str | None:
         problem = MessageFormat._problem_of(self, calls)
-        if problem is None and self.is_rendered and self.tools is not None:
-            try:
-                self.tools.written(content="", calls=calls)
-            # a template may raise for values that its model would not write
-            except NoToolsError:
-                return "the arguments of the tool call cannot be shown"
+        if problem is None and self.is_rendered and not self.shows(calls):
+            return "the arguments of the tool call cannot be shown"
         return problem
+
+    def shows(self, calls: Sequence[Message]) -> bool:
+        """Return whether the template can show these calls."""
+        if self.tools is None:
+            return not calls
+        try:
+            self.tools.written(content="", calls=calls)
+        # a template may raise for values that its model would not write
+        except NoToolsError:
+            return False
+        return True
 
     def assistant_message(
         self, text: str, *, calls: Sequence[Message], plain: Callable[[str], str]
@@ -122,7 +130,7 @@ class NativeFormat(MessageFormat):
         calls: Sequence[Message],
         results: Sequence[str],
         *,
-        images: int,
+        images: Sequence[int],
         plain: Callable[[str], str],
     ) -> list[Message]:
         """Return the messages of tool results, for a template that is rendered as a whole.
@@ -130,21 +138,13 @@ class NativeFormat(MessageFormat):
         Args:
             calls: the calls.
             results: a text for each of them.
-            images: number of images that follow the last result.
+            images: number of images of each result.
             plain: removes control tokens from a text.
         """
         assert self.tools is not None
-        in_user_message = self.tools.results(calls=len(calls), images=images).user
-        last = len(calls) - 1
-        messages = [
-            tool_message(
-                mapped(call, plain),
-                plain(text),
-                images=images if number == last and not in_user_message else 0,
-            )
-            for number, (call, text) in enumerate(zip(calls, results, strict=True))
-        ]
-        return [*messages, user_message("", images=images)] if in_user_message else messages
+        return self.tools.results(images).messages(
+            [mapped(call, plain) for call in calls], [plain(text) for text in results]
+        )
 
     def response_text(self, action: str, *, reasoning: str | None = None) -> str:
         """Return a response as the model writes it, for a scripted policy.

@@ -31,11 +31,12 @@ def window_messages(
     messages: list[Message] = template.system_messages(conversation.system)
     calls: Sequence[Message] = ()
     for exchange in shown:
-        images = len(exchange.images)
         if isinstance(native, NativeFormat) and calls:
-            messages += native.result_messages(calls, exchange.results, images=images, plain=plain)
+            messages += native.result_messages(
+                calls, exchange.results, images=exchange.result_images, plain=plain
+            )
         else:
-            messages.append(user_message(plain(exchange.text), images=images))
+            messages.append(user_message(plain(exchange.text), images=len(exchange.images)))
         calls = exchange.calls
         if exchange.response_ids is not None:
             words = exchange.response_text[words_start(exchange.response_text) :]

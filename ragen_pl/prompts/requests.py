@@ -52,12 +52,19 @@ class RequestPrompts:
         bundle: tokenizer and processor of the model.
         encoder: encodes texts.
         arguments: values of the chat template's own variables.
+        max_tokens: longest prompt plus response. Prompts that are much longer are refused before they are encoded.
     """
 
     def __init__(
-        self, bundle: ModelBundle, encoder: TextEncoder, arguments: Mapping[str, Any] | None
+        self,
+        bundle: ModelBundle,
+        encoder: TextEncoder,
+        arguments: Mapping[str, Any] | None,
+        *,
+        max_tokens: int,
     ) -> None:
         self._bundle, self._encoder, self._arguments = bundle, encoder, arguments
+        self._max_tokens = max_tokens
         self._ends = frozenset(bundle.eos_token_ids)
         self._formats: OrderedDict[str, NativeFormat] = OrderedDict()
 
@@ -65,7 +72,7 @@ class RequestPrompts:
         """Add a request to a conversation and return its prompt.
 
         Raises:
-            RequestRefusedError: the chat template cannot show the request.
+            RequestRefusedError: the chat template cannot show the request, or it is far too long.
         """
         request = observation.request
         assert request is not None
@@ -107,15 +114,24 @@ class RequestPrompts:
     ) -> Prompt:
         """Return the prompt of a rendering, which is the part after a recorded response where there is one."""
         images = [*([] if before is None else before.prompt.images), *new]
+        encoder = self._bundle.images
         try:
+            if encoder is not None:
+                for image in new:
+                    encoder.check_encodes(image)
+                encoder.check_together(images)
             expanded = self._bundle.expand_image_slots(rendering, new)
-            if self._bundle.images is not None:
-                self._bundle.images.check_together(images)
         except ValueError as error:
             raise RequestRefusedError(
                 "unsupported_image",
                 f"the {len(new)} images of the request cannot be shown: {error}",
             ) from error
+        known = 0 if before is None else len(before.prompt.ids) + len(before.response_ids)
+        if self._encoder.exceeds(rendering, max(1, self._max_tokens - known)):
+            raise RequestRefusedError(
+                "context_length_exceeded",
+                f"the prompt has more than the {self._max_tokens} tokens of the context; shorten the messages",
+            )
         encode = partial(self._encoder.encode_rendered, continues=before is not None)
         ids = encode(expanded)
         unexpanded = encode(rendering) if new else ids

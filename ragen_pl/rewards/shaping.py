@@ -69,6 +69,8 @@ class WeightTerms:
         format: weight of the `format` term (`env.format_penalty`).
     """
 
+    needs_trust = ()
+
     turn: float = 1.0
     final: float = 1.0
     format: NonNegative = 1.0
@@ -99,6 +101,8 @@ class ThinkLength:
     Raises:
         ValueError: `low` is not below `high`.
     """
+
+    needs_trust = ()
 
     amount: float = 0.0
     low: CountOrZero = 0
@@ -161,6 +165,8 @@ class TurnPenalty(ABC):
 class ActionEfficiency(TurnPenalty):
     """Penalize valid actions that change nothing: term `action_efficiency`."""
 
+    needs_trust = ()
+
     term: ClassVar[str] = "action_efficiency"
 
     def applies(self, turn: Turn) -> bool:
@@ -172,6 +178,8 @@ class ActionEfficiency(TurnPenalty):
 @dataclass(frozen=True, kw_only=True)
 class OverlongPenalty(TurnPenalty):
     """Penalize responses that hit their length limit: term `overlong`."""
+
+    needs_trust = ()
 
     term: ClassVar[str] = "overlong"
 
@@ -196,6 +204,8 @@ class RewardPlacement:
         place: `turn` leaves terms where they are; `end` adds up each term in the episode's last turn.
     """
 
+    needs_trust = ()
+
     place: RewardPlace = RewardPlace.TURN
 
     def __call__(self, trajectories: Sequence[Trajectory], *, gather: Gather) -> None:
@@ -206,8 +216,8 @@ class RewardPlacement:
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> list[Turn]:
-    """Return all turns, trajectory after trajectory."""
-    return [turn for trajectory in trajectories for turn in trajectory.turns]
+    """Return the turns that are trained on, trajectory after trajectory; the form of others earns nothing."""
+    return [turn for trajectory in trajectories for turn in trajectory.turns if turn.trained]
 
 
 def _move_to_last(turns: Sequence[Turn]) -> None:

@@ -64,6 +64,8 @@ class RelationJudge:
         reader: reads the claims of a text.
     """
 
+    needs_trust = ()
+
     floor: PositiveFraction = 0.25
     reader: ClaimReader = read_claims
 
@@ -99,6 +101,8 @@ class WorldModelReward:
         worldmodeling_weight: weight of the score of its prediction; 0 adds no term.
         judge: scores the statements.
     """
+
+    needs_trust = ()
 
     grounding_weight: NonNegative = 0.0
     worldmodeling_weight: NonNegative = 0.0

@@ -144,8 +144,7 @@ def check_trainer(
 ) -> float:
     """Compare the trainer with the model's own forward on drawn tokens; see `check_agreement`."""
     bundle, rng = context.bundle, np.random.default_rng(0)
-    words = len(bundle.tokenizer)
-    allowed = np.setdiff1d(np.arange(words), bundle.banned_token_ids)
+    allowed = np.setdiff1d(np.arange(bundle.logit_count), bundle.banned_token_ids)
 
     def ask(requests: Sequence[GenerationRequest]) -> list[CheckedResponse]:
         return [
@@ -285,21 +284,14 @@ def _logprobs(bundle: ModelBundle, logits: Tensor, response: CheckedResponse) ->
 
 
 def _own_logprobs(bundle: ModelBundle, response: CheckedResponse) -> np.ndarray:
-    """Return log-probs by the model's own forward, with its own processor on all images of the prompt."""
-    sequence = np.concatenate([response.prompt.ids, response.ids])
-    ids = torch.from_numpy(sequence)[None].to(bundle.device)
-    inputs: dict[str, Any] = {}
-    if response.prompt.images and bundle.images is not None:
-        inputs = bundle.images.inputs([response.prompt.images])
-        if bundle.facts.token_types is not None:
-            inputs[bundle.facts.token_types] = ids.eq(bundle.facts.image_token_id or 0).long()
+    """Return log-probs by the model's own forward, with all that its own processor gives for the conversation."""
+    ids = np.concatenate([response.prompt.ids, response.ids])
+    inputs = bundle.own_inputs(ids, response.prompt.images)
     count = len(response.ids) + 1
     if bundle.facts.keeps_logits:
         # those of a long prompt would take gigabytes
         inputs["logits_to_keep"] = count
-    logits = bundle.model(
-        input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs
-    ).logits[0, -count:-1]
+    logits = bundle.model(use_cache=False, **inputs).logits[0, -count:-1]
     return _logprobs(bundle, logits, response)
 
 

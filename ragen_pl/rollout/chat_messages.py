@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ragen_pl.data_url import data_url
+from ragen_pl.models.messages import owners_of_images
 from ragen_pl.prompts.conversation import Conversation, Exchange
 from ragen_pl.prompts.message_format import ApiFormat
 from ragen_pl.trajectory import ChatRequest
@@ -22,13 +23,14 @@ def user_message(exchange: Exchange) -> Message:
 
 
 def result_messages(exchange: Exchange, calls: Sequence[Message]) -> list[Message]:
-    """Return the messages of the results of tool calls. Their images follow in a user's message."""
+    """Return the messages of the results of tool calls. Their images follow in a user's message, as the API has it."""
     messages: list[Message] = [
         {"role": "tool", "tool_call_id": call["id"], "content": result}
         for call, result in zip(calls, exchange.results, strict=True)
     ]
     if exchange.images:
-        messages.append({"role": "user", "content": _content("", exchange.images)})
+        words = owners_of_images(exchange.result_images)
+        messages.append({"role": "user", "content": _content(words, exchange.images)})
     return messages
 
 

@@ -146,6 +146,8 @@ class ChatEndpoint:
         ValueError: The environment variable of the key is not set, or the address holds a password.
     """
 
+    needs_trust = ("*",)
+
     @checked
     def __init__(
         self,

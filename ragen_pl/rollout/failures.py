@@ -16,8 +16,8 @@ from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 log = logging.getLogger(__name__)
 
-# characters of an error that are logged
-_LONGEST = 500
+# characters of an error that are logged, and those of its end among them: the last lines of a program have its reason
+_LONGEST, _END = 500, 350
 # kinds that are told apart
 _MAX_KINDS, _OTHERS = 100, "others"
 # of a rollout's episodes, from which errors that are known are reported again
@@ -91,6 +91,6 @@ def most_common(errors: Sequence[str]) -> str:
 
 
 def shortened(error: str) -> str:
-    """Return the text of an error in one line of limited length."""
+    """Return the text of an error in one line of limited length, with its begin and its end."""
     text = " ".join(error.split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - _END]} … {text[-_END:]}"

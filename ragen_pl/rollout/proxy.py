@@ -183,7 +183,10 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                     f"the first prompt has {len(prompt.ids)} tokens and a response may have "
                     f"{self.max_response_tokens}, more than context.max_tokens={self.context.max_tokens}; raise it"
                 )
-            end_episode(episode, EpisodeStatus.TRUNCATED)
+            self._end(episode, EpisodeStatus.TRUNCATED)
+
+    def _end(self, episode: Episode, status: EpisodeStatus) -> None:
+        end_episode(episode, status, max_tokens=self.context.max_tokens)
 
     def _temperature(self, episode: Episode) -> float:
         """Return the temperature of the present turn; log-probs of greedy and written responses are at 1."""
@@ -230,7 +233,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             stopped = [playing[number] for number, response in responses if response is None]
             for episode in stopped:
                 failed = episode.trajectory.error is not None
-                end_episode(episode, EpisodeStatus.FAILED if failed else EpisodeStatus.TRUNCATED)
+                self._end(episode, EpisodeStatus.FAILED if failed else EpisodeStatus.TRUNCATED)
             answered = [
                 (playing[number], response)
                 for number, response in responses
@@ -306,7 +309,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         episode.trajectory.turns.append(turn)
         episode.max_response_tokens = self.max_response_tokens
         if len(episode.prompt.ids) + self.max_response_tokens > self.context.max_tokens:
-            end_episode(episode, EpisodeStatus.TRUNCATED)
+            self._end(episode, EpisodeStatus.TRUNCATED)
         if on_turn is not None:
             on_turn(episode)
         return episode
@@ -348,7 +351,8 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             turn = trajectory.turns[number]
             turn.action_is_valid = False
             # once, where the response was cut or had a malformed call too
-            turn.reward_terms["format"] = -self.environments.format_penalty
+            if turn.trained:
+                turn.reward_terms["format"] = -self.environments.penalty(episode.slot.members)
         for number, terms in result.rewards_of.items():
             add_terms(trajectory.turns[number], terms)
         if result.status is not None and not trajectory.turns and result.error is None:
@@ -358,7 +362,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         if result.status in (None, EpisodeStatus.TRUNCATED):
             self._observe(episode)
         if result.status is not None and not episode.done:
-            end_episode(episode, result.status)
+            self._end(episode, result.status)
         return is_turn
 
     def _record(self, pending: PendingTurn, generation: Generation, result: TurnResult) -> None:

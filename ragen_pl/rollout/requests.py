@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ragen_pl.engines.protocol import Generation
-from ragen_pl.models.messages import Message
+from ragen_pl.models.messages import Message, call_message
 from ragen_pl.prompts.message_format import MessageFormat
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.requests import RequestRefusedError
@@ -71,7 +71,9 @@ def answer_request(
     """Return the answer to a request.
 
     A response ends before the request's first stop string, and after its first tool call where the request or the
-    chat template allows one. Ids are cut there, so what is trained is a prefix of what was sampled.
+    chat template allows one. Ids are cut there, so what is trained is a prefix of what was sampled. A call of a tool
+    that the request does not offer, or that no later prompt can show, is not well formed: a program could not send it
+    back.
 
     Args:
         request: the request.
@@ -89,13 +91,20 @@ def answer_request(
         start, end = place
         generation = _cut(generation, int(np.searchsorted(ends, end)) + 1)
         text = text[:start]
-    read = native.message(text)
+    names = {tool["function"]["name"] for tool in request.tools}
+    read = native.message(text, names=names)
     allowed = native.max_calls if request.parallel_calls else 1
     if len(read.calls) > allowed:
         end = read.calls[allowed - 1].span[1]
         generation = _cut(generation, int(np.searchsorted(ends, end)) + 1)
         text = text[:end]
-        read = native.message(text)
+        read = native.message(text, names=names)
+    shown = [
+        call_message(number, call.name, call.arguments) for number, call in enumerate(read.calls)
+    ]
+    if shown and not native.shows(shown):
+        read = native.message(text, names=())
+        read.problem = "the arguments of the tool call cannot be shown"
     # a response without its end has no calls, even where they look complete
     calls = [] if generation.hit_length_limit else read.calls
     message = _message(read, calls, turn=turn)
@@ -148,10 +157,16 @@ def _cut(generation: Generation, length: int) -> Generation:
     """Return the first tokens of a response. The mean entropy of these is not known."""
     if length >= len(generation.ids):
         return generation
+    kept_ids, kept_counts = generation.kept_ids, generation.kept_counts
+    if kept_ids is not None and kept_counts is not None:
+        kept_counts = kept_counts[:length]
+        kept_ids = kept_ids[: kept_counts.sum()]
     return replace(
         generation,
         ids=generation.ids[:length],
         logprobs=generation.logprobs[:length],
         entropy=None,
         hit_length_limit=False,
+        kept_ids=kept_ids,
+        kept_counts=kept_counts,
     )

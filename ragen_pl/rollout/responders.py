@@ -14,7 +14,12 @@ from typing import Protocol
 import numpy as np
 
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.engines.generation_check import GenerationCheck, InvalidGeneration
+from ragen_pl.engines.generation_check import (
+    GenerationCheck,
+    InvalidGeneration,
+    finished_responses,
+    refused,
+)
 from ragen_pl.engines.occlusion import occlusion_scores
 from ragen_pl.engines.protocol import (
     Generation,
@@ -205,12 +210,18 @@ class EngineResponder:
         Raises:
             RolloutError: a response was sampled with other weights, or no policy can have sampled it.
         """
-        finished = self.engine.collect(wait=wait)
+        finished = self._collected(wait=wait)
         # occlusion scores need the engine to themselves
         while self.context.leave_out and len(finished) < len(self._pending):
-            finished += self.engine.collect()
+            finished += self._collected()
         self._check(finished)
         return list(finished)
+
+    def _collected(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
+        try:
+            return finished_responses(self.engine.collect(wait=wait))
+        except InvalidGeneration as error:
+            raise refused(self.engine, error) from error
 
     def release(self) -> None:
         """Free the engine's sessions."""
@@ -231,17 +242,15 @@ class EngineResponder:
                 )
         try:
             requests = [self._pending.pop(session) for session, _ in finished]
-            self._is_possible(requests, generations)
         except KeyError as error:
             raise RolloutError(
                 f"rollout.engine={type(self.engine).__name__}: it returned a response for session {error} that was not "
                 "requested, or returned it before; set another rollout/engine"
             ) from error
+        try:
+            self._is_possible(requests, generations)
         except InvalidGeneration as error:
-            raise RolloutError(
-                f"rollout.engine={type(self.engine).__name__}: it returned a response with {error}; the weights may "
-                "have diverged (lower optimizer.lr), or the engine is at fault (set another rollout/engine)"
-            ) from error
+            raise refused(self.engine, error) from error
 
     def _request(self, episode: Episode) -> GenerationRequest:
         return GenerationRequest(

@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 
 from ragen_pl.environments.members import EnvironmentMembers
+from ragen_pl.error_text import error_text
 from ragen_pl.prompt_formats import BLOCKS, REASONING, format_response, with_plan
 from ragen_pl.prompts.spatial_relations import relations_text
 from ragen_pl.rollout.responders import Episode, TextResponder
@@ -48,7 +49,7 @@ class ScriptedResponder(TextResponder):
         try:
             return self._response(episode)
         except Exception as error:  # any of a user's policy
-            episode.trajectory.error = f"{type(self.policy).__name__}: {error}"
+            episode.trajectory.error = f"{type(self.policy).__name__}: {error_text(error)}"
             return None
 
     def _response(self, episode: Episode) -> str:

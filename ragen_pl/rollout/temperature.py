@@ -31,6 +31,8 @@ class AdaptiveTemperature:
         effective: weight of a turn's effect.
     """
 
+    needs_trust = ()
+
     beta: float = 0.2
     low: Positive = 0.6
     high: Positive = 1.2

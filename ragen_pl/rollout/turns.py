@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +126,7 @@ def new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Traject
 def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult) -> Turn:
     """Return a turn of which the environment's result is known."""
     episode, parsed, request = pending.episode, pending.parsed, pending.request
+    trained = request is None or request.trained
     # an end has no text; a response that was cut has none
     end_sampled = not generation.hit_length_limit and (request is None or pending.pieces[-1] == "")
     ends = len(pending.opening) + np.cumsum([len(piece) for piece in pending.pieces])
@@ -144,7 +145,7 @@ def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult
         action_is_effective=result.effective,
         hit_length_limit=generation.hit_length_limit,
         temperature=episode.temperature,
-        reward_terms=result.reward_terms,
+        reward_terms=_charged(result.reward_terms, trained=trained),
         info=result.info,
         statements=result.statements,
         state_description=pending.state_description,
@@ -152,18 +153,37 @@ def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult
         prompt_patches=episode.prompt.patches,
         turns_left_out=episode.prompt.left_out,
         advances=request is None or request.advances,
-        trained=request is None or request.trained,
+        trained=trained,
         call_id=None if request is None else request.call_id,
         history=episode.conversation.history,
+        kept_ids=generation.kept_ids,
+        kept_counts=generation.kept_counts,
     )
 
 
-def end_episode(episode: Episode, status: EpisodeStatus) -> None:
-    """End an episode; a truncated one keeps its last prompt, to bootstrap from."""
+def _charged(terms: Mapping[str, float], *, trained: bool) -> dict[str, float]:
+    """Return a turn's reward terms; a response that is not trained on costs no trained one a penalty of its form."""
+    return {name: value for name, value in terms.items() if trained or name != "format"}
+
+
+def end_episode(episode: Episode, status: EpisodeStatus, *, max_tokens: int) -> None:
+    """End an episode; a truncated one keeps its last prompt that fits into the context, to bootstrap from.
+
+    Args:
+        episode: the episode.
+        status: how it ended.
+        max_tokens: length of the context.
+    """
     episode.done = True
-    trajectory = episode.trajectory
+    trajectory, prompt = episode.trajectory, episode.prompt
     trajectory.status = status
-    if status is EpisodeStatus.TRUNCATED:
-        trajectory.final_prompt_ids = episode.prompt.ids
-        trajectory.final_images = episode.prompt.images
-        trajectory.final_patches = episode.prompt.patches
+    if status is not EpisodeStatus.TRUNCATED:
+        return
+    if len(prompt.ids) <= max_tokens:
+        trajectory.final_prompt_ids, trajectory.final_images = prompt.ids, prompt.images
+        trajectory.final_patches = prompt.patches
+    elif trajectory.turns:
+        # an observation that is longer than the context; the state before the last response has been read
+        last = trajectory.turns[-1]
+        trajectory.final_prompt_ids, trajectory.final_images = last.prompt_ids, last.prompt_images
+        trajectory.final_patches = last.prompt_patches

@@ -21,6 +21,7 @@ from ragen_pl.engines.protocol import EngineFactory, RolloutEngine
 from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.classes import frequent_words
 from ragen_pl.environments.manager import EnvironmentManager
+from ragen_pl.models.merging import check_merging
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
@@ -58,6 +59,7 @@ class RunComponents:
 def assemble(cfg: DictConfig) -> RunComponents:
     """Build model, policy, critic, environments, contexts and validation sets."""
     bundle = build_bundle(cfg)
+    check_merging(bundle.model)
     policy = build_policy(bundle, cfg["update"])
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
     proxy = build_proxy(

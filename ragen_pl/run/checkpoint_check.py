@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from ragen_pl.foreign_files import archive_problem
 from ragen_pl.run.pickle_outline import items_of, place_of
 
 FILES = "files.json"
@@ -76,12 +77,10 @@ def _structure(file: Path) -> bytes | None:
     Raises:
         OSError: It cannot be read.
     """
+    if archive_problem(file) is not None:
+        return None
     try:
         with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
-            for entry in archive.infolist():
-                stream.seek(entry.header_offset)
-                if stream.read(len(_LOCAL_HEADER)) != _LOCAL_HEADER:
-                    return None
             return archive.read(_pickle_in(archive))
     except _ERRORS:
         return None

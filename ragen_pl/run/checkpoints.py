@@ -5,8 +5,10 @@ No weights are loaded here, and neither torch nor transformers is imported.
 
 from __future__ import annotations
 
+import io
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,18 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.foreign_files import settings_text
 from ragen_pl.run.folder import Run, last_whole, run_of, time_of
+from ragen_pl.run.start_settings import newest_settings
 from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
+from ragen_pl.run.trust import is_own
 
 log = logging.getLogger(__name__)
 
 EXPORTED = "ragen_pl.yaml"
 """Settings and origin of the weights, next to them in a folder that `ragen_pl.export` wrote."""
 
+_REQUIRED = ("env", "model", "model.build")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _CHOICES = "a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, best or last"
 
@@ -40,15 +46,24 @@ class Checkpoint:
         return self.path.is_dir()
 
     @property
+    def folder(self) -> Path | None:
+        """Folder that the weights come with: the model's or the run's; None for a file without."""
+        return self.path if self.is_folder else self.run
+
+    @property
     def settings_file(self) -> Path:
-        """File of the run's config, which need not exist."""
-        return self.path / EXPORTED if self.is_folder else (self.run or self.path) / "config.yaml"
+        """File of the config of the run's last start, which need not exist."""
+        return self.path / EXPORTED if self.is_folder else newest_settings(self.run or self.path)
 
     def settings(self) -> dict[str, Any]:
         """Return the run's config, empty if the run is unknown."""
         if self.is_folder:
-            return dict(exported(self.path).get("settings", {}))
-        return _load(self.settings_file) if self.run is not None else {}
+            settings = exported(self.path).get("settings", {})
+        else:
+            settings = run_settings(self.settings_file) if self.run is not None else {}
+        if settings:
+            _check_groups(settings, self.settings_file)
+        return dict(settings)
 
 
 def find_checkpoint(
@@ -66,7 +81,7 @@ def find_checkpoint(
         ConfigError: there is no such checkpoint.
     """
     if ckpt in ("best", "last"):
-        run = _folder(run_dir) if run_dir else newest_run(root, name=name, file=f"{ckpt}.ckpt")
+        run = _folder(run_dir) if run_dir else newest_run(root, name=name, which=ckpt)
         return Checkpoint(_in_run(run, which=ckpt), run)
     path = Path(ckpt).expanduser()
     if path.is_dir():
@@ -87,39 +102,60 @@ def find_checkpoint(
     raise ConfigError(f"ckpt={ckpt}: there is no such file or folder; give {_CHOICES}")
 
 
-def newest_run(root: str, *, name: str | None, file: str) -> Path:
-    """Return the newest run of an environment with a checkpoint file of this name.
+def newest_run(root: str, *, name: str | None, which: str) -> Path:
+    """Return the newest run of an environment with a checkpoint `best` or `last`; without a best one, any with a last.
 
     Raises:
         ConfigError: there is no such run.
     """
-    pattern = f"{name or '*'}/*/checkpoints/{file}"
-    runs = [path.parent.parent for path in Path(root).absolute().glob(pattern)]
-    runs = [run for run in runs if (run / "config.yaml").exists()]
-    if not runs:
-        place = f"{Path(root).absolute()}/{name}" if name else str(Path(root).absolute())
-        raise ConfigError(
-            f"ckpt={file.removesuffix('.ckpt')}: no run in {place} has a {file}; train one, set "
-            "paths.root=…, or give a checkpoint's path"
-        )
-    return max(runs, key=lambda run: time_of(run / "config.yaml"))
+    for file in (f"{which}.ckpt", "last.ckpt"):
+        found = Path(root).absolute().glob(f"{name or '*'}/*/checkpoints/{file}")
+        runs = [path.parent.parent for path in found]
+        runs = [run for run in runs if (run / "config.yaml").exists()]
+        if runs:
+            return max(runs, key=lambda run: time_of(run / "config.yaml"))
+    place = f"{Path(root).absolute()}/{name}" if name else str(Path(root).absolute())
+    raise ConfigError(
+        f"ckpt={which}: no run in {place} has a {which}.ckpt; train one, set paths.root=…, or give a checkpoint's path"
+    )
 
 
 def exported(folder: Path) -> dict[str, Any]:
     """Return the settings that `ragen_pl.export` wrote next to the weights, empty in another folder."""
     file = folder / EXPORTED
-    return _load(file) if file.exists() else {}
+    return run_settings(file) if file.exists() else {}
 
 
-def _load(file: Path) -> dict[str, Any]:
+def run_settings(file: Path) -> dict[str, Any]:
+    """Return the settings in a file; one of somebody else is read within limits.
+
+    Raises:
+        ConfigError: it cannot be read, or holds none.
+    """
     try:
-        settings = OmegaConf.to_container(OmegaConf.load(file))
+        # OmegaConf copies what an alias stands for
+        source = file if is_own(file) else io.StringIO(settings_text(file))
+        settings = OmegaConf.to_container(OmegaConf.load(source))
     except Exception as error:
         # YAML errors have no common base class that omegaconf exports
         raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file}: expected settings, found {type(settings).__name__}")
     return {str(key): value for key, value in settings.items()}
+
+
+def _check_groups(settings: Mapping[str, Any], file: Path) -> None:
+    """Check that a run's config has the groups that a checkpoint is used with.
+
+    Raises:
+        ConfigError: one is missing or no group.
+    """
+    for name in ("env", "model", "model.build", "context", "rollout", "validation"):
+        first, _, inner = name.partition(".")
+        found = settings.get(first, None if name in _REQUIRED else {})
+        found = found.get(inner) if inner else found
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{file}: {name}={found}: expected a group of settings of a run")
 
 
 def _folder(run_dir: str) -> Path:
@@ -137,13 +173,19 @@ def _in_run(run: Path, *, which: str) -> Path:
         if problem is not None:
             log.warning(f"{problem}; {whole.name}, the newest whole checkpoint, is used instead")
         return whole
-    hint = "use ckpt=last" if which == "best" else "train it further, or give another run"
-    why = ": no validation of it ended" if which == "best" else ""
-    raise ConfigError(f"the run {run} has no {which} checkpoint{why}; {hint}")
+    if which == "best" and (run / "checkpoints" / "last.ckpt").exists():
+        log.warning(
+            f"the run {run} has no best.ckpt: no validation of it ended; its last.ckpt is used"
+        )
+        return _in_run(run, which="last")
+    raise ConfigError(
+        f"the run {run} has no {which} checkpoint; train it further, or give another run"
+    )
 
 
 def _origin(folder: Path) -> Path | None:
-    run = exported(folder).get("run_dir")
+    """Return the run that an exported folder names; somebody else's names none."""
+    run = exported(folder).get("run_dir") if is_own(folder / EXPORTED) else None
     return Path(run) if run and (Path(run) / "config.yaml").exists() else None
 
 

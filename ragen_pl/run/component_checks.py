@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.config.errors import config_errors
-from ragen_pl.engines.protocol import check_asynchronous
+from ragen_pl.engines.protocol import check_asynchronous, kept_ids_problem
+from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.run.build import build_named
@@ -56,6 +57,12 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         # another one is checked when it is there
         if cfg.rollout.iterations_ahead and engine is not None:
             check_asynchronous(engine)
+            limits = {name: cfg.rollout.get(name) for name in ("top_p", "top_k", "min_p")}
+            truncation = Truncation(
+                **{key: value for key, value in limits.items() if value is not None}
+            )
+            if truncation and not engine.records_kept_ids:
+                raise ValueError(kept_ids_problem(engine.__name__, truncation))
         facts = _run_facts(cfg, environment, estimator, loss, callbacks)
         for component in (estimator, loss, *others, *callbacks):
             if isinstance(component, ChecksRun):
@@ -97,6 +104,8 @@ def _run_facts(
         critic=cfg.algorithm.critic,
         estimator=type(estimator).__name__,
         standardizes=estimator.standardizes,
+        baseline=estimator.baseline,
+        whitens=loss.whiten,
         rewards_penalized=loss.kl is not None and loss.kl.changes_rewards,
         iterations_ahead=cfg.rollout.iterations_ahead,
         loss=loss,

@@ -30,9 +30,11 @@ from ragen_pl.run.logged_points import LoggedPoints
 from ragen_pl.run.outbox import Outbox, calls_in
 from ragen_pl.run.tracking import (
     RUN_FILE,
+    check_address,
     check_reachable,
     flattened,
     known_run,
+    may_name,
     tracking_uri,
     version_tags,
 )
@@ -70,6 +72,8 @@ class RunLogger(MLFlowLogger):
         ConfigError: the server of a new run cannot be reached or returns an error.
     """
 
+    needs_trust = ("*",)
+
     @classmethod
     def check_settings(cls, settings: Mapping[str, Any], *, root: str) -> None:
         """Check that the tracking server can be reached."""
@@ -91,6 +95,9 @@ class RunLogger(MLFlowLogger):
         self.settings = dict(settings or {})
         root = root or self.settings.get("paths", {}).get("root") or str(self.folder.parent)
         earlier = known_run(self.folder)
+        # a run's start has written the config of a folder that had none, after the same check
+        if not uri and not self.settings.get("trust") and (self.folder / "config.yaml").exists():
+            check_address(self.folder, root)
         uri = tracking_uri(root, uri=uri) if uri or not earlier else earlier["tracking_uri"]
         self._resumed = earlier.get("tracking_uri") == uri
         # two processes cannot write one outbox; only rank 0 logs
@@ -276,6 +283,8 @@ class RunCSVLogger(CSVLogger):
         settings: the resolved config, written with the metrics.
     """
 
+    needs_trust = ("*",)
+
     def __init__(self, *, run_dir: str, settings: Mapping[str, Any] | None = None) -> None:
         # a killed run loses no row that its checkpoint is behind
         super().__init__(save_dir=run_dir, name="", version="csv", flush_logs_every_n_steps=1)
@@ -320,13 +329,23 @@ class RunCSVLogger(CSVLogger):
             super().save()
 
 
-def send_unsent(folder: Path) -> str:
+def send_unsent(folder: Path, *, trusted: bool = False) -> str:
     """Send the unsent records of a run that has ended to MLflow; return a report.
 
+    Args:
+        folder: The run's folder.
+        trusted: Whether it is taken at its word, whoever wrote it.
+
     Raises:
-        ConfigError: It cannot be sent, the run is under way, or it is not in MLflow.
+        ConfigError: It cannot be sent, the run is under way, is not in MLflow, or may be somebody else's.
     """
     known = known_run(folder)
+    # a run's folder is in <root>/<environment>
+    if known and not (trusted or may_name(folder, known["tracking_uri"], folder.parents[1])):
+        raise ConfigError(
+            f"run={folder}: {RUN_FILE} names {known['tracking_uri']}, and nothing shows that this account wrote the "
+            "folder, so nothing is sent there; set trust=true if you trust its author"
+        )
     if not known:
         raise ConfigError(
             f"run={folder}: expected the folder of a run in MLflow, with its {RUN_FILE}"

@@ -22,6 +22,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from ragen_pl.files import atomic_write
+from ragen_pl.foreign_files import ForeignFileError, check_plain
 from ragen_pl.run.outbox import Call, Outbox, RefusedError, calls_in
 from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run
 from ragen_pl.viewing.records import FILE, read_records
@@ -200,15 +201,19 @@ class MlflowSender:
             raise RefusedError(str(error).splitlines()[0]) from error
 
     def _inside(self, path: str) -> Path:
-        """Return a path of the run's folder.
+        """Return a file or folder of the run's folder, which no link leads to and which holds none.
 
         Raises:
             RefusedError: It is elsewhere, as in a folder that somebody else has prepared.
         """
         folder = self.folder.resolve()
-        inside = (folder / path).resolve()
-        if not inside.is_relative_to(folder):
+        inside = folder / path
+        if inside.resolve() != inside or not inside.is_relative_to(folder):
             raise RefusedError(f"{path} is not in the run's folder")
+        try:
+            check_plain(inside)
+        except ForeignFileError as error:
+            raise RefusedError(str(error)) from error
         return inside
 
     def _remove_copy(self, path: str | None) -> None:

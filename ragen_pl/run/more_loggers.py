@@ -45,6 +45,8 @@ class RunWandbLogger(WandbLogger):
         ConfigError: the server does not accept the run.
     """
 
+    needs_trust = ("*",)
+
     @classmethod
     def check_settings(cls, settings: Mapping[str, Any], *, root: str) -> None:
         """Check that the package is installed and has a key."""
@@ -135,6 +137,8 @@ class RunTensorBoardLogger(TensorBoardLogger):
         run_dir: the run's folder.
         settings: the resolved config, shown as a text.
     """
+
+    needs_trust = ("*",)
 
     @classmethod
     def check_settings(cls, settings: Mapping[str, Any], *, root: str) -> None:

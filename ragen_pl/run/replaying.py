@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -35,12 +35,12 @@ from ragen_pl.run.build import (
     build_policy,
     device_named,
 )
-from ragen_pl.run.checkpoints import find_checkpoint
+from ragen_pl.run.checkpoints import find_checkpoint, run_settings
 from ragen_pl.run.folder import Run, run_of
 from ragen_pl.run.steps_in_checkpoint import steps_in_checkpoint
 from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
-from ragen_pl.run.trust import check_settings, is_own
+from ragen_pl.run.trust import check_folder, check_settings, is_own
 from ragen_pl.run.weights import (
     check_frozen,
     check_shapes,
@@ -50,18 +50,28 @@ from ragen_pl.run.weights import (
 )
 
 log = logging.getLogger(__name__)
-# settings that name what is built
-_BUILT = (
-    "model.build",
-    "critic.build",
-    "algorithm.estimator",
-    "algorithm.masks",
-    "algorithm.loss",
-    "algorithm.normalize",
+# groups of a run's config that a step is repeated with, and what of them is not used
+_GROUPS = (
+    "env",
+    "model",
+    "critic",
+    "algorithm",
     "optimizer",
-    "warm_start.optimizer",
+    "rollout",
+    "update",
+    "warm_start",
+    "trainer",
 )
-_SHIPPED = ("model/*", "algorithm/*", "algorithm/defaults/*", "warm_start/*", "fit")
+_USED = {
+    "env": ("target", "prompt_format"),
+    "trainer": ("precision", "accumulate_grad_batches"),
+}
+_UNUSED = {
+    "rollout": ("engine",),
+    "algorithm": ("rewards", "filter"),
+    "warm_start": ("demonstrator", "weights"),
+}
+_SHIPPED = ("env/*", "model/*", "algorithm/*", "algorithm/defaults/*", "warm_start/*", "fit")
 _HINT = "give a file of a run's bad_batch or batches folder"
 # Columns of a log, which has no width of its own.
 _WIDTH = 160
@@ -156,17 +166,30 @@ def read_settings(file: Path, *, trusted: bool) -> DictConfig:
     Raises:
         ConfigError: it cannot be read, or somebody else's names code that no shipped configuration names.
     """
-    with config_errors(str(file)):
-        settings = OmegaConf.load(file)
-    if not isinstance(settings, DictConfig):
-        raise ConfigError(f"{file}: expected settings, found a list")
+    settings = run_settings(file)
+    for name in _GROUPS:
+        if not isinstance(settings.get(name), dict):
+            raise ConfigError(f"{file}: {name}={settings.get(name)}: expected a group of settings")
     if not (trusted or is_own(file)):
-        built = {key: OmegaConf.select(settings, key) for key in _BUILT}
-        parts = OmegaConf.to_container(OmegaConf.create(built))
-        assert isinstance(parts, dict)
-        named = {str(key): value for key, value in parts.items()}
-        check_settings(named, file=file, named=None, shipped=_SHIPPED)
-    return settings
+        check_folder(file.parent, key=str(file.parent))
+        settings = _used(settings)
+        check_settings(settings, file=file, given=None, shipped=_SHIPPED)
+    read = OmegaConf.create(settings)
+    assert isinstance(read, DictConfig)
+    return read
+
+
+def _used(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a step is repeated with; what is left out here can't act."""
+    used = {name: value for name, value in settings.items() if not isinstance(value, dict | list)}
+    for name in _GROUPS:
+        kept, left_out = _USED.get(name, settings[name]), _UNUSED.get(name, ())
+        used[name] = {
+            key: value
+            for key, value in settings[name].items()
+            if key in kept and key not in left_out
+        }
+    return used
 
 
 def build_module(

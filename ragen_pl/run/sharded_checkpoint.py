@@ -201,9 +201,11 @@ def read_apart(
             f"{file} keeps its tensors in the folder {folder.name}, which is not next to it; copy both"
         )
     reader = _Reader(folder)
+    listed = reader.read_metadata().state_dict_metadata
+    _check_sizes(listed, folder)
     tensors = {
         name: _container(name, entry, layout or {}, device="cpu" if data else "meta")
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        for name, entry in listed.items()
         if isinstance(entry, TensorStorageMetadata)
         and (optimizers or name.startswith(f"{_WEIGHTS}/"))
     }
@@ -254,6 +256,22 @@ def non_finite_entry(saved: Mapping[str, Any], parameters: Collection[str]) -> s
             if isinstance(value, Tensor) and not value.is_meta
         }
     )
+
+
+def _check_sizes(listed: Mapping[str, Any], folder: Path) -> None:
+    """Check that a folder has the bytes of the tensors that it lists: room is made for them before they are read.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    needed = sum(
+        entry.size.numel() * entry.properties.dtype.itemsize
+        for entry in listed.values()
+        if isinstance(entry, TensorStorageMetadata)
+    )
+    found = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    if needed > found:
+        raise ValueError(f"{folder} lists tensors of {needed} bytes and has {found}")
 
 
 def layout_of(module: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig
 
@@ -121,6 +123,22 @@ class TrainerCheck(pl.Callback):
 
         with _refusals(self.policy):
             compare() if is_sharded(self.policy) else _on_first_rank(compare)
+
+
+def check_images(policy: EnginePolicy, environments: EnvironmentManager) -> None:
+    """Encode an image of the environment on the first rank, before demonstrations show any.
+
+    Raises:
+        ConfigError: The family can't be run with images.
+    """
+    bundle, size = policy.bundle, image_size(environments)
+    if bundle.source is None or size is None:
+        return
+    shown = np.zeros((*size, 3), dtype=np.uint8)
+    with _refusals(policy), torch.no_grad():
+        encoder = bundle.images
+        if encoder is not None:
+            all_ranks_do(lambda: encoder.encode_together([shown]) if rank() == 0 else None)
 
 
 def _on_first_rank(compare: Callable[..., None]) -> None:

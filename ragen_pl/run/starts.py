@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,8 @@ from ragen_pl.files import disk_errors_of
 from ragen_pl.finite import NonFiniteError
 from ragen_pl.stop_signals import interrupted, uninterrupted
 
+log = logging.getLogger(__name__)
+
 FILE = "starts.jsonl"
 # exit codes after a signal or Ctrl-C, and of another rank that has refused a setting
 _STOPPED = (130, 143, 2)
@@ -23,7 +26,12 @@ _STOPPED = (130, 143, 2)
 
 @contextmanager
 def counted_start(
-    folder: Path, *, begins: str, config: str, max_failures: int | None
+    folder: Path,
+    *,
+    begins: str,
+    config: str,
+    settings: str = "config.yaml",
+    max_failures: int | None,
 ) -> Iterator[None]:
     """Note a start of a run, and in the end of the block that it was no failure: an end, a signal, a refused setting.
 
@@ -31,6 +39,7 @@ def counted_start(
         folder: The run's folder.
         begins: The place that the run continues from.
         config: Digest of its config. Another one is counted anew.
+        settings: Name of the file that holds its config.
         max_failures: Failed starts from one place, after which there is no further one; None for any number.
 
     Raises:
@@ -46,7 +55,7 @@ def counted_start(
         )
     # a signal comes before a start is noted, or in the block
     with uninterrupted(), _noted_end(file):
-        _append(file, start | {"host": socket.gethostname(), "time": _now()})
+        _append(file, start | {"settings": settings, "host": socket.gethostname(), "time": _now()})
         with interrupted():
             yield
 
@@ -87,11 +96,20 @@ def failures_at_the_end(lines: list[dict[str, Any]], start: dict[str, str]) -> i
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    lines = []
+    """Return the lines that can be read: one may have been written when the machine stopped, or be damaged."""
+    lines: list[dict[str, Any]] = []
     with suppress(OSError):
-        for line in file.read_text().splitlines():
-            with suppress(ValueError):  # it was being written when the machine stopped
-                lines.append(json.loads(line))
+        for text in file.read_bytes().splitlines():
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict):
+                lines.append(line)
+            else:
+                log.warning(
+                    f"{file}: a line can't be read and is not counted; delete the file to count anew"
+                )
     return lines
 
 

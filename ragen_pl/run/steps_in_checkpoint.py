@@ -64,13 +64,20 @@ def loaders_of(
 ) -> list[MinibatchLoader]:
     """Return the loader of each rank as the run had it.
 
-    A loader asks once for the largest of the ranks' numbers of microbatches, and then once for the sum of their
-    counts. Each is noted in one pass over the ranks, and known in the next.
+    A loader asks for the ranks' numbers of rows, for the largest of their numbers of microbatches, and for the sum of
+    their counts. Each is noted in one pass over the ranks, and known in the next.
     """
+    rows: list[list[int]] = []
     maxima: list[Tensor] = []
     sums: list[Tensor] = []
 
-    def build(max_over_ranks: Reduction, sum_over_ranks: Reduction) -> list[MinibatchLoader]:
+    def build(
+        rows_of_ranks: Callable[[list[int]], list[list[int]]],
+        max_over_ranks: Reduction,
+        sum_over_ranks: Reduction,
+        *,
+        known: bool = True,
+    ) -> list[MinibatchLoader]:
         update = settings["update"]
         return [
             MinibatchLoader(
@@ -81,6 +88,8 @@ def loaders_of(
                 tokens_per_microbatch=update.tokens_per_microbatch,
                 length_buckets=update.length_buckets,
                 seed_key=(settings.seed, iteration, rank),
+                rank=rank if known else 0,
+                gather_over_ranks=rows_of_ranks,
                 world_size=len(batches),
                 sum_over_ranks=sum_over_ranks,
                 max_over_ranks=max_over_ranks,
@@ -95,8 +104,13 @@ def loaders_of(
 
         return noted
 
-    build(note(maxima), lambda own: own)
+    def note_rows(own: list[int]) -> list[list[int]]:
+        rows.append(own)
+        return [own]
+
+    build(note_rows, lambda own: own, lambda own: own, known=False)
+    build(lambda own: rows, note(maxima), lambda own: own)
     largest = torch.stack(maxima).amax(0)
-    build(lambda own: largest, note(sums))
+    build(lambda own: rows, lambda own: largest, note(sums))
     total = torch.stack(sums).sum(0)
-    return build(lambda own: largest, lambda own: total)
+    return build(lambda own: rows, lambda own: largest, lambda own: total)

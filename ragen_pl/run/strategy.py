@@ -48,6 +48,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         timeout: Longest wait for another rank.
     """
 
+    needs_trust = ()
+
     def __init__(
         self,
         *,

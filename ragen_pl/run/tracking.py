@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -13,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.foreign_files import is_inside, plain_json
+from ragen_pl.run.trust import is_own
 
 RUN_FILE = "mlflow_run.json"
 """File in a run's folder with the id of its MLflow run."""
@@ -31,10 +32,53 @@ def tracking_uri(root: str | Path, *, uri: str | None = None) -> str:
 
 
 def known_run(folder: Path) -> dict[str, str]:
-    """Return `run_id` and `tracking_uri` of a run folder's MLflow run, empty if it has none."""
+    """Return `run_id` and `tracking_uri` of a run folder's MLflow run, empty if it has none.
+
+    Raises:
+        ConfigError: its file holds something else.
+    """
     file = folder / RUN_FILE
-    ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    return ids
+    if not file.exists():
+        return {}
+    try:
+        found = plain_json(file.read_bytes()) if is_inside(folder, file) else None
+    except ValueError:
+        found = None
+    names = ("run_id", "tracking_uri")
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in names):
+        raise ConfigError(
+            f"{file}: expected {' and '.join(names)} of an MLflow run; remove the file"
+        )
+    return {name: found[name] for name in names}
+
+
+def may_name(folder: Path, uri: str, root: str | Path) -> bool:
+    """Return whether a run's folder may name an address: this account wrote the folder, or tracks there anyway.
+
+    Args:
+        folder: the run's folder.
+        uri: the address.
+        root: folder of the runs.
+    """
+    return is_own(folder / "config.yaml") or uri == tracking_uri(root)
+
+
+def check_address(folder: Path, root: str | Path) -> None:
+    """Check that a folder that is continued names no address of somebody else.
+
+    Args:
+        folder: the run's folder.
+        root: folder of the runs.
+
+    Raises:
+        ConfigError: it does.
+    """
+    known = known_run(folder)
+    if known and not may_name(folder, known["tracking_uri"], root):
+        raise ConfigError(
+            f"{folder / RUN_FILE}: tracking_uri={known['tracking_uri']}: nothing shows that this account wrote the "
+            "folder, so nothing is sent there; set logger.uri=… or logger=none, or trust=true if you trust its author"
+        )
 
 
 def check_reachable(uri: str) -> None:

@@ -13,15 +13,16 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from ragen_pl.callbacks.checkpoint import RandomState, RunCheckpoint
+from ragen_pl.callbacks.checkpoint import RunCheckpoint
+from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
@@ -36,6 +37,7 @@ from ragen_pl.json_text import json_text
 from ragen_pl.lock import hold
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
+from ragen_pl.metrics.proportions import objective
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.policy import PolicyModule
@@ -63,10 +65,12 @@ from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_c
 from ragen_pl.run.reports import report_accelerator, report_template, report_views
 from ragen_pl.run.same_run import beginning_of, config_digest, config_digests
 from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
-from ragen_pl.run.start_check import TrainerCheck
+from ragen_pl.run.start_check import TrainerCheck, check_images
+from ragen_pl.run.start_settings import keep_settings
 from ragen_pl.run.starts import counted_start
+from ragen_pl.run.tracking import check_address
 from ragen_pl.run.trainer import LIMITS, build_trainer
-from ragen_pl.run.trust import write_settings
+from ragen_pl.run.trust import check_folder, is_own
 from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.seeding import seeded
 from ragen_pl.stop_signals import Stopped, ending
@@ -92,9 +96,14 @@ class TrainedRun:
         policy: The policy with the last weights.
     """
 
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(repr=False)
     folder: Path
-    policy: PolicyModule
+    policy: PolicyModule = field(repr=False)
+
+    @property
+    def objective(self) -> float | None:
+        """The success on the held-out validation set, or the return where the environment reports no success."""
+        return objective(self.metrics, "val/")
 
     @property
     def checkpoint(self) -> Path:
@@ -168,17 +177,23 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
     Raises:
         ConfigError: Another process trains in the folder, or the run has failed at the same place again and again.
     """
+    config = run.folder / "config.yaml"
+    if run.resumed and not (cfg.trust or is_own(config)):
+        check_folder(run.folder, key=f"paths.run_dir={run.folder}")
+        if cfg.logger and not cfg.logger.get("uri"):
+            check_address(run.folder, cfg.paths.root)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     with hold(run.folder):
         remove_leftovers(run.folder)
         remove_leftovers(run.checkpoints)
-        config = run.folder / "config.yaml"
-        if not run.resumed or not config.exists():
-            write_settings(config, OmegaConf.to_yaml(cfg, resolve=True))
+        kept, difference = keep_settings(cfg, run.folder, resumed=run.resumed)
+        if difference is not None:
+            log.warning(difference)
         if run.passed_over is not None:
             log.warning(f"{run.passed_over}; the run continues from {run.checkpoint}")
         start = {"begins": beginning_of(run), "config": config_digest(cfg)}
-        with counted_start(run.folder, **start, max_failures=cfg.trainer.get("max_starts")):
+        failures = cfg.trainer.get("max_starts")
+        with counted_start(run.folder, **start, settings=kept.name, max_failures=failures):
             yield
 
 
@@ -228,6 +243,7 @@ def warm_start(components: RunComponents, run: Run, logger: Any) -> RunComponent
 def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) -> None:
     """Train policy and critic on demonstrations and write their weights into the run's folder."""
     cfg = components.cfg
+    check_images(components.policy, components.proxy.environments)
     module, demonstrations = build_warm_start(components)
     checkpoint = run.warm_start_checkpoint
     resumed = run.resumed and checkpoint.exists()
@@ -325,10 +341,11 @@ def reinforce(
     if trainer.is_global_zero:
         write_metrics(metrics, run)
     # the first rank plays alone, with weights of all ranks
-    engine = agent.rollout_engine() if cfg.validation.blank else None
+    validates = cfg.trainer.get("limit_val_batches") != 0
+    engine = agent.rollout_engine() if validates and cfg.validation.blank else None
     baselines: dict[str, dict[str, float]] = {}
     with nullcontext() if engine is None else collective_rollout(engine):
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and validates:
             device = trainer.strategy.root_device
             baselines = baseline_metrics(cfg.validation.baselines, components.validation_sets[0])
             if engine is not None:

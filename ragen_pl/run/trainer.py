@@ -38,6 +38,8 @@ LIMITS = keys_of(LimitSettings)
 
 # object collectives, and tensors on the host, stay in the host's memory
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
+# validations of a run at least, and iterations between two of a run without an end
+_VALIDATIONS, _INTERVAL = 4, 20
 
 
 @functools.cache
@@ -150,11 +152,25 @@ def build_trainer(
             "callbacks": [_ReportError(), *_phase_limits(configured), *(callbacks or [])],
         }
         given = {name: value for name, value in configured.items() if name not in LIMITS}
+        if given.get("check_val_every_n_epoch") == "auto":
+            given["check_val_every_n_epoch"] = validation_interval(given.get("max_epochs"))
         # for a run without a display Lightning would add one of its own
         shows = {
             "enable_progress_bar": any(isinstance(one, ProgressBar) for one in callbacks or ())
         }
         return RunTrainer(**(shows | given | changes | settings))
+
+
+def validation_interval(iterations: int | None) -> int:
+    """Return the iterations between two validations of a run, for four to seven of them.
+
+    Args:
+        iterations: Number of iterations; None or -1 for no limit.
+
+    >>> [validation_interval(iterations) for iterations in (2, 7, 15, 32, 60, -1)]
+    [1, 1, 3, 8, 15, 20]
+    """
+    return _INTERVAL if iterations in (None, -1) else max(1, iterations // _VALIDATIONS)
 
 
 def _phase_limits(configured: dict[str, Any]) -> list[pl.Callback]:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
@@ -23,10 +22,12 @@ from ragen_pl.modules.frozen import (
     frozen_problem,
     with_frozen,
 )
+from ragen_pl.modules.optimized import OptimizedModule, resume_problem
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import build_bundle
 from ragen_pl.run.checkpoint_check import changed_entry
 from ragen_pl.run.sharded_checkpoint import non_finite_entry, read_apart
+from ragen_pl.tensor_files import load_plain
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -174,7 +175,7 @@ def load_initial_weights(
 
 
 def check_resumable(
-    file: Path, module: pl.LightningModule, *, needed: str | None = None, trusted: bool = False
+    file: Path, module: OptimizedModule, *, needed: str | None = None, trusted: bool = False
 ) -> None:
     """Check that training can continue from a checkpoint.
 
@@ -185,7 +186,7 @@ def check_resumable(
         trusted: see `read_checkpoint`.
 
     Raises:
-        ConfigError: it cannot be read, lacks state, or is of another model.
+        ConfigError: it cannot be read, lacks state, or is of another model or optimizer.
     """
     source = f"ckpt_path={file}"
     hint = "give another checkpoint"
@@ -205,6 +206,12 @@ def check_resumable(
     parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
     _check_finite(saved, parameters, source=source, hint=hint)
     check_frozen(saved.get(FINGERPRINTS, {}), fingerprints(module), source=source)
+    problem = resume_problem(saved, module)
+    if problem is not None:
+        raise ConfigError(
+            f"{source}: {problem}, so it can't continue; {SAME_OVERRIDES}, or start another run with its weights: "
+            f"warm_start.weights={file}"
+        )
 
 
 def read_checkpoint(
@@ -225,7 +232,11 @@ def read_checkpoint(
     """
     with config_errors(source, hint=hint):
         try:
-            saved = torch.load(file, mmap=True, map_location="cpu", weights_only=not trusted)
+            saved = (
+                torch.load(file, mmap=True, map_location="cpu", weights_only=False)
+                if trusted
+                else load_plain(file)
+            )
         except pickle.UnpicklingError as error:
             raise _described(error, source, hint) from error
         if not isinstance(saved, dict):

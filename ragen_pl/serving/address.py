@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
-import urllib.parse
 
 LOOPBACK = "127.0.0.1"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def names_loopback(place: str) -> bool:
-    """Return whether a host with a port, or the address of an origin, names this machine."""
-    try:
-        host = urllib.parse.urlsplit(place if "//" in place else f"//{place}").hostname
-    except ValueError:
-        return False
-    return host is not None and is_loopback(host)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from ragen_pl.serving.errors import RequestError, unsupported
+from ragen_pl.serving.errors import RequestError, shown, unsupported
 from ragen_pl.serving.images import ImageReader
 from ragen_pl.serving.strict_json import strict_json
+from ragen_pl.serving.tools import in_order_of_calls, read_call, read_tool_choice, read_tools
 from ragen_pl.trajectory import ChatRequest
 
-MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES, MAX_STOPS = 4096, 128, 64, 16
+MAX_MESSAGES, MAX_IMAGES, MAX_STOPS = 4096, 64, 16
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
-# of the sampling, which the config of a run decides
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "reasoning_effort",
-    "reasoning",
-    "chat_template_kwargs",
-    "verbosity",
-)
+_NUMBER = ("a number", (int, float))
+_WHOLE_NUMBER = ("a whole number", (int,))
+_WORD = ("a text", (str,))
+_OBJECT = ("an object", (dict,))
+# of the sampling, which the config of a run decides, with their types
+SAMPLING: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _WHOLE_NUMBER,
+    "min_p": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "seed": _WHOLE_NUMBER,
+    "reasoning_effort": _WORD,
+    "reasoning": _OBJECT,
+    "chat_template_kwargs": _OBJECT,
+    "verbosity": _WORD,
+}
 # of no meaning here
 _IGNORED = {
     "user",
@@ -67,7 +72,6 @@ _READ = {
     "metadata",
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,8 +132,8 @@ def read_request(
     _check_parameters(given, unconstrained=unconstrained)
     reader = _MessageReader(images)
     messages = reader.messages(given.get("messages"))
-    choice = given.get("tool_choice", "auto")
-    tools = [] if choice == "none" else _tools(given.get("tools", []))
+    tools = read_tools(given.get("tools", []))
+    choice = read_tool_choice(given.get("tool_choice", "auto"), tools)
     metadata = given.get("metadata", {})
     if not isinstance(metadata, Mapping):
         raise RequestError(400, "metadata: expected an object")
@@ -141,7 +145,7 @@ def read_request(
     return ClientRequest(
         chat=ChatRequest(
             messages=messages,
-            tools=tools,
+            tools=[] if choice == "none" else tools,
             max_tokens=min((limit for limit in limits if limit is not None), default=None),
             stop=_stops(given.get("stop", [])),
             logprobs=_boolean(given, "logprobs", default=False),
@@ -150,11 +154,11 @@ def read_request(
             trained=train and _flag(metadata, "train"),
         ),
         model=str(given.get("model", "")),
-        images=reader.images,
+        images=reader.images(messages),
         stream=_boolean(given, "stream", default=False),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage", False)),
         ignored=ignored,
-        sampling={name: given[name] for name in SAMPLING if name in given},
+        sampling=_sampling(given),
     )
 
 
@@ -186,12 +190,12 @@ def _check_parameters(given: Mapping[str, Any], *, unconstrained: bool) -> None:
 
 
 class _MessageReader:
-    """Reads messages, and collects their images in order."""
+    """Reads messages, and keeps their images."""
 
     def __init__(self, images: ImageReader) -> None:
         self._reader = images
-        self.images: list[np.ndarray] = []
-        self._names: dict[str, str] = {}
+        self._by_digest: dict[str, np.ndarray] = {}
+        self._count = 0
 
     def messages(self, given: object) -> list[dict[str, Any]]:
         if not isinstance(given, list) or not given:
@@ -206,7 +210,13 @@ class _MessageReader:
                 400,
                 "messages: the last one is the assistant's; a response cannot be continued, end with another message",
             )
-        return messages
+        return in_order_of_calls(messages)
+
+    def images(self, messages: list[dict[str, Any]]) -> list[np.ndarray]:
+        """Return the images of messages in order."""
+        contents = [message["content"] for message in messages]
+        parts = [part for content in contents if not isinstance(content, str) for part in content]
+        return [self._by_digest[part["digest"]] for part in parts if part["type"] == "image"]
 
     def _message(self, number: int, given: object) -> dict[str, Any]:
         where = f"messages[{number}]"
@@ -229,25 +239,13 @@ class _MessageReader:
             if not isinstance(calls, list):
                 raise RequestError(400, f"{where}.tool_calls: expected a list")
             if calls:
-                message["tool_calls"] = [self._call(where, call) for call in calls]
+                message["tool_calls"] = [read_call(where, call) for call in calls]
         if role == "tool":
             call_id = given.get("tool_call_id")
             if not isinstance(call_id, str):
                 raise RequestError(400, f"{where}.tool_call_id: expected the id of a tool call")
             message["tool_call_id"] = call_id
-            message["name"] = self._names.get(call_id, str(given.get("name") or ""))
         return message
-
-    def _call(self, where: str, given: object) -> dict[str, Any]:
-        function = given.get("function") if isinstance(given, Mapping) else None
-        if not isinstance(given, Mapping) or not isinstance(function, Mapping):
-            raise RequestError(400, f"{where}.tool_calls: expected calls of functions")
-        name, arguments = function.get("name"), function.get("arguments")
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise RequestError(400, f"{where}.tool_calls: found the name {name!r}")
-        call_id = str(given.get("id") or "")
-        self._names[call_id] = name
-        return {"id": call_id, "name": name, "arguments": _arguments(arguments)}
 
     def _content(self, where: str, given: object) -> str | list[dict[str, Any]]:
         """Return a content as one text, or as parts where it has images."""
@@ -256,11 +254,12 @@ class _MessageReader:
         if not isinstance(given, list):
             raise RequestError(400, f"{where}.content: expected a text or a list of parts")
         parts: list[dict[str, Any]] = []
-        for part in map(self._part, [where] * len(given), given):
-            if part["type"] == "text" and parts and parts[-1]["type"] == "text":
-                parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
+        read = [self._part(where, part) for part in given]
+        for kind, group in groupby(read, key=lambda part: str(part["type"])):
+            if kind == "text":
+                parts.append({"type": "text", "text": "".join(part["text"] for part in group)})
             else:
-                parts.append(part)
+                parts += group
         if all(part["type"] == "text" for part in parts):
             return "".join(part["text"] for part in parts)
         return parts
@@ -274,11 +273,12 @@ class _MessageReader:
         if isinstance(given, Mapping) and kind == "image_url":
             url = given.get("image_url")
             digest, image = self._reader.read(url.get("url") if isinstance(url, Mapping) else url)
-            self.images.append(image)
-            if len(self.images) > MAX_IMAGES:
+            self._by_digest[digest] = image
+            self._count += 1
+            if self._count > MAX_IMAGES:
                 raise RequestError(400, f"messages: more than {MAX_IMAGES} images")
             # each image once, however often it is shown
-            if sum({id(each): each.nbytes for each in self.images}.values()) > MAX_IMAGE_BYTES:
+            if sum(each.nbytes for each in self._by_digest.values()) > MAX_IMAGE_BYTES:
                 raise RequestError(
                     400,
                     f"messages: the images have more than {MAX_IMAGE_BYTES // 3} pixels together",
@@ -288,44 +288,14 @@ class _MessageReader:
         raise unsupported(f"{where}.content type", kind, "send text and image_url parts")
 
 
-def _arguments(given: object) -> Any:
-    """Return the arguments of a call as an object, or as text where they are none."""
-    if isinstance(given, str):
-        try:
-            read = strict_json(given) if given else {}
-        except (ValueError, RecursionError):
-            return given
-        return read if isinstance(read, dict) else given
-    return given if isinstance(given, dict) else {}
-
-
-def _tools(given: object) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or len(given) > MAX_TOOLS:
-        raise RequestError(400, f"tools: expected a list of at most {MAX_TOOLS}")
-    return [_tool(number, tool) for number, tool in enumerate(given)]
-
-
-def _tool(number: int, given: object) -> dict[str, Any]:
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if kind != "function" or not isinstance(function, Mapping):
-        raise unsupported(f"tools[{number}].type", kind, "send functions")
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-        raise RequestError(
-            400,
-            f"tools[{number}].function.name={name!r}: expected letters, digits, _, . and -, at most 64",
-        )
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(400, f"tools[{number}].function.parameters: expected a JSON schema")
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": str(function.get("description") or ""),
-            "parameters": parameters or {"type": "object", "properties": {}},
-        },
-    }
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters, each of its type; who samples checks their ranges."""
+    for name, (expected, types) in SAMPLING.items():
+        value = given.get(name)
+        is_one = isinstance(value, types) and not isinstance(value, bool)
+        if value is not None and not is_one:
+            raise RequestError(400, f"{name}={shown(value)}: expected {expected}")
+    return {name: given[name] for name in SAMPLING if name in given}
 
 
 def _stops(given: object) -> tuple[str, ...]:

@@ -39,6 +39,12 @@ class RequestError(Exception):
 
 def unsupported(name: str, value: object, remedy: str) -> RequestError:
     """Return the error of a parameter that cannot be honoured."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 100 else shown[:97] + "..."
-    return RequestError(400, f"{name}={shown} is not supported; {remedy}", code="unsupported_value")
+    return RequestError(
+        400, f"{name}={shown(value)} is not supported; {remedy}", code="unsupported_value"
+    )
+
+
+def shown(value: object) -> str:
+    """Return a value of a request for a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -13,6 +13,7 @@ import warnings
 import numpy as np
 from PIL import Image
 
+from ragen_pl.rgb import rgb_array
 from ragen_pl.serving.errors import RequestError
 
 _DATA_URL = re.compile(r"data:image/(png|jpeg|webp);base64,", re.IGNORECASE)
@@ -71,7 +72,7 @@ def _decoded(data: bytes) -> np.ndarray:
                 # the header tells the size before anything is decoded
                 if image.width * image.height > MAX_PIXELS:
                     raise _too_large(f"{image.width} x {image.height}")
-                return np.asarray(image.convert("RGB"))
+                return rgb_array(image)
     except RequestError:
         raise
     except Image.DecompressionBombError as error:

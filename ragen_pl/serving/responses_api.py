@@ -11,12 +11,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ragen_pl.serving.chat_request import ClientRequest, positive_count, read_request
+from ragen_pl.serving.chat_request import (
+    MAX_MESSAGES,
+    ClientRequest,
+    positive_count,
+    read_request,
+)
 from ragen_pl.serving.chat_response import Answer, logprob_items
 from ragen_pl.serving.errors import RequestError, unsupported
 from ragen_pl.serving.images import ImageReader
 from ragen_pl.serving.protocol import Protocol
 
+# a message may be of several
+MAX_ITEMS = 4 * MAX_MESSAGES
 # of the same meaning in a chat request
 _SAME = (
     "metadata",
@@ -194,6 +201,8 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": items}]
     if not isinstance(items, list):
         raise RequestError(400, "input: expected a text or a list of items")
+    if len(items) > MAX_ITEMS:
+        raise RequestError(400, f"input: found {len(items)} items, expected at most {MAX_ITEMS}")
     for number, item in enumerate(items):
         _add(messages, item, where=f"input[{number}]")
     return messages

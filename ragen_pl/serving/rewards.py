@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
+from reprlib import repr as shortened
+
+from ragen_pl.trajectory import MAX_REWARD
+
+# parts of a reward, and their names, which become names of metrics (MLflow takes these characters)
+_MAX_PARTS, _NAME = 64, re.compile(r"[\w./ :-]{1,100}")
 
 
 class ResponseRewards(dict[str, dict[str, float]]):
@@ -39,16 +46,24 @@ def reward_parts(reward: object, place: str) -> dict[str, float]:
         place: where it stands, for errors.
 
     Raises:
-        ValueError: a number is not finite.
+        ValueError: a number is not finite, or too large to be added up; or a name is none, or there are too many.
     """
     given = reward if isinstance(reward, Mapping) else {"program": reward}
     parts: dict[str, float] = {}
+    if len(given) > _MAX_PARTS:
+        raise ValueError(f"{place} has {len(given)} parts, expected at most {_MAX_PARTS}")
     for part, value in given.items():
+        if not _NAME.fullmatch(part):
+            raise ValueError(
+                f"{place} has a part named {part!r:.120}, expected 1 to 100 letters, digits, spaces and _ . - : /"
+            )
         amount = math.nan
         if isinstance(value, int | float) and not isinstance(value, bool):
             with suppress(OverflowError):
                 amount = float(value)
-        if not math.isfinite(amount):
-            raise ValueError(f"{place} has {part}={value!r:.100}, expected a finite number")
-        parts[str(part)] = amount
+        if not abs(amount) < MAX_REWARD:
+            raise ValueError(
+                f"{place} has {part}={shortened(value)}, expected a finite number below {MAX_REWARD:g}"
+            )
+        parts[part] = amount
     return parts

@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 
 from aiohttp import web
 
-from ragen_pl.serving.address import LOOPBACK, is_loopback, listening_socket, names_loopback
+from ragen_pl.access import bearer_key, is_loopback, key_digest, refusal
+from ragen_pl.serving.address import LOOPBACK, listening_socket
 from ragen_pl.serving.chat_request import ClientRequest, read_json
 from ragen_pl.serving.errors import RequestError
 from ragen_pl.serving.protocol import CHAT, Protocol
@@ -80,9 +81,9 @@ class AgentServer:
 
     def open(self, session: Session) -> None:
         """Take requests of a session."""
-        self._sessions[_hashed(session.key)] = session
+        self._sessions[key_digest(session.key)] = session
         if session.reward_key is not None:
-            self._sessions[_hashed(session.reward_key)] = session
+            self._sessions[key_digest(session.reward_key)] = session
 
     def open_to_all(self, session: Session) -> None:
         """Take requests of this machine with any key, or none, as those of a session."""
@@ -94,8 +95,8 @@ class AgentServer:
         # environments end their sessions in threads of their own
         with self._lock:
             for key in filter(None, (session.key, session.reward_key)):
-                self._sessions.pop(_hashed(key), None)
-                self._past[_hashed(key)] = None
+                self._sessions.pop(key_digest(key), None)
+                self._past[key_digest(key)] = None
             while len(self._past) > _MAX_PAST:
                 del self._past[next(iter(self._past))]
 
@@ -166,10 +167,9 @@ class AgentServer:
         Raises:
             RequestError: its key is unknown, or the session has ended.
         """
-        header = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        key = str(request.match_info.get("key") or header)
-        session = self._sessions.get(_hashed(key), self._any_key)
-        if session is None and _hashed(key) in self._past:
+        key = str(request.match_info.get("key") or bearer_key(request.headers))
+        session = self._sessions.get(key_digest(key), self._any_key)
+        if session is None and key_digest(key) in self._past:
             raise ended_error()
         if session is None or key == session.reward_key:
             raise RequestError(
@@ -177,16 +177,17 @@ class AgentServer:
             )
         if session.ended:
             raise ended_error()
-        places = [request.host, *request.headers.getall("Origin", ())]
-        if session is self._any_key and not all(map(names_loopback, places)):
-            raise RequestError(
-                403, f"without keys only 127.0.0.1 and localhost are served; found {places}"
-            )
+        if session is self._any_key and (reason := refusal(request.headers)) is not None:
+            raise RequestError(403, reason)
         return session
 
     async def _respond(self, request: web.Request, protocol: Protocol) -> web.StreamResponse:
         session = self._session(request)
-        data = await read_body(request, timeout_s=self._body_s)
+        try:
+            data = await read_body(request, timeout_s=self._body_s)
+        except RequestError as error:
+            session.note_refused(error)
+            raise
         if session.ended:
             raise ended_error()
         digest = hashlib.sha256(request.path.encode() + data).hexdigest()
@@ -319,9 +320,9 @@ class AgentServer:
         return web.json_response({"object": "list", "data": models})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        header = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        session = self._sessions.get(_hashed(header))
-        if session is None and _hashed(header) in self._past:
+        header = bearer_key(request.headers)
+        session = self._sessions.get(key_digest(header))
+        if session is None and key_digest(header) in self._past:
             raise ended_error()
         if session is None or header != session.reward_key:
             raise RequestError(
@@ -329,7 +330,8 @@ class AgentServer:
             )
         if session.ended:
             raise ended_error()
-        body = read_json(await read_body(request, timeout_s=self._body_s))
+        data = await read_body(request, timeout_s=self._body_s)
+        body = read_json(data) if is_small(data) else await asyncio.to_thread(read_json, data)
         if not isinstance(body.get("id"), str) or "reward" not in body:
             raise RequestError(400, 'expected {"id": id of a response, "reward": number}')
         try:
@@ -369,10 +371,6 @@ async def _sent(response: web.Response, request: web.Request) -> web.Response:
 
 def _written(error: RequestError) -> web.Response:
     return web.json_response(error.body, status=error.status, headers=error.headers)
-
-
-def _hashed(key: str) -> str:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

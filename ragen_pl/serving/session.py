@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import secrets
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -40,6 +41,8 @@ class EventKind(StrEnum):
     """A client has got an answer."""
     GONE = "gone"
     """No client is left to get an answer."""
+    REFUSED = "refused"
+    """As many requests in a row as `SessionLimits.refused_requests` were refused."""
     EXIT = "exit"
     """The program has ended."""
 
@@ -50,8 +53,8 @@ class Event:
 
     Attributes:
         kind: what happened.
-        call: the request; None for `EXIT`.
-        outcome: how the program ended.
+        call: the request; None for `REFUSED` and `EXIT`.
+        outcome: how the program ended; for `REFUSED` the `reason`.
     """
 
     kind: EventKind
@@ -90,6 +93,7 @@ class Call:
         client: the request, once it was read; without messages and images once it was answered.
         clients: number of open connections that wait.
         delivered: whether one of them got the answer.
+        retries: largest retry count with which a client has asked for it again.
 
     Example:
         A client that gives up and comes back::
@@ -108,6 +112,12 @@ class Call:
     client: ClientRequest | None = None
     clients: int = 0
     delivered: bool = False
+    retries: int = 0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether no client is there to get its answer, and none has got it."""
+        return self.clients == 0 and not self.delivered
 
 
 @dataclass(slots=True)
@@ -120,6 +130,7 @@ class SessionLimits:
         train: whether the policy is trained on its responses.
         unconstrained: whether response formats are accepted and not enforced.
         sampling: whether the owner honours the sampling parameters of requests.
+        refused_requests: requests that may be refused in a row, without an answer between them; None for any number.
     """
 
     open_requests: int = 64
@@ -127,6 +138,7 @@ class SessionLimits:
     train: bool = True
     unconstrained: bool = False
     sampling: bool = False
+    refused_requests: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -158,9 +170,11 @@ class Session:
     rewards: ResponseRewards = field(default_factory=ResponseRewards)
     counts: dict[str, int] = field(default_factory=dict)
     ended: bool = False
-    _known: OrderedDict[str, Call] = field(default_factory=OrderedDict)
+    # the newest ones, which clients may ask for again
+    _known: deque[Call] = field(default_factory=lambda: deque(maxlen=_MAX_KNOWN))
     _waiting: set[Call] = field(default_factory=set)
     _number: int = 0
+    _refused: int = 0
 
     # ---- in the owner's thread
 
@@ -188,18 +202,38 @@ class Session:
         """Add one to a count."""
         self.counts[name] = self.counts.get(name, 0) + 1
 
+    def note_refused(self, error: RequestError) -> None:
+        """Count a refused request. `REFUSED` follows once there are too many in a row."""
+        self.count(f"refused_{error.code}")
+        self._refused += 1
+        if self._refused == self.limits.refused_requests:
+            reason = (
+                f"its last {self._refused} requests were refused, none was answered between them; the last one with "
+                f"{error.code}: {error}"
+            )
+            self.events.put(Event(EventKind.REFUSED, outcome={"reason": reason}))
+
     def known(self, digest: str, *, retries: int) -> Call | None:
         """Return the call that a body asks for again, None for a new one.
 
-        It is the newest one with this body, if the client says that it tries again, or nobody waits for it and it was
-        not delivered.
+        It is one that nobody waits for and that was not delivered, or any if the client says that it tries again. Of
+        several with the same body, each client gets its own back: those that wait come in their order, then those that
+        were delivered, the newest first, and last the ones that were asked for again as often.
         """
-        call = self._known.get(digest)
-        if call is None or call.answer.cancelled():
+        same = [
+            call for call in self._known if call.digest == digest and not call.answer.cancelled()
+        ]
+        if retries == 0:
+            same = [call for call in same if call.is_left]
+        if not same:
             return None
-        taken_over = call.clients == 0 and not call.delivered
-        if retries == 0 and not taken_over:
-            return None
+        waiting = [call for call in same if not call.delivered]
+        delivered = [call for call in reversed(same) if call.delivered]
+        call = min(
+            [*waiting, *delivered],
+            key=lambda each: (each.retries >= max(1, retries), not each.is_left),
+        )
+        call.retries = max(call.retries, retries)
         self.count("retries")
         return call
 
@@ -222,10 +256,7 @@ class Session:
             )
         call = Call(f"{id_prefix}{self._number:06}", digest, self, self.loop.create_future())
         self._number += 1
-        self._known[digest] = call
-        self._known.move_to_end(digest)
-        while len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
+        self._known.append(call)
         self._waiting.add(call)
         return call
 
@@ -259,12 +290,13 @@ class Session:
         if call.answer.done():
             return
         if isinstance(answer, RequestError):
-            self.count(f"refused_{answer.code}")
+            self.note_refused(answer)
             call.answer.set_exception(answer)
             # nobody may be waiting
             call.answer.exception()
             self._forget(call)
         else:
+            self._refused = 0
             call.answer.set_result(answer)
             if call.client is not None:
                 # calls are kept for retries, which need no images
@@ -279,8 +311,8 @@ class Session:
         return True
 
     def _forget(self, call: Call) -> None:
-        if self._known.get(call.digest) is call:
-            del self._known[call.digest]
+        with suppress(ValueError):
+            self._known.remove(call)
 
     def _close(self) -> None:
         self.ended = True

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NotRequired, Protocol
 
 import numpy as np
 from PIL import Image
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from ragen_pl.files import atomic_write, disk_errors_of
+from ragen_pl.foreign_files import plain_json
 from ragen_pl.json_text import json_text
 from ragen_pl.trajectory import Trajectory, Turn
 
@@ -28,6 +31,58 @@ IMAGES = "images"
 _IMAGE_SLOT = "<image>"
 # of an image that is read: 16 MiB and 4096 by 4096 pixels
 _MAX_BYTES = _MAX_PIXELS = 1 << 24
+
+
+class TurnRecord(TypedDict):
+    """Types of a turn in a record, by which others' files are checked."""
+
+    prompt_ids: list[int]
+    images: list[str]
+    prompt_images: list[str]
+    turn: NotRequired[int]
+    observation: NotRequired[str]
+    prompt_text: NotRequired[str | None]
+    response: NotRequired[str]
+    response_ids: NotRequired[list[int]]
+    response_pieces: NotRequired[list[str] | None]
+    logprobs: NotRequired[list[float | None]]
+    spans: NotRequired[list[int]]
+    entropy: NotRequired[float | None]
+    think: NotRequired[str | None]
+    valid: NotRequired[bool]
+    effective: NotRequired[bool]
+    hit_length_limit: NotRequired[bool]
+    reward: NotRequired[float | None]
+    reward_terms: NotRequired[dict[str, float | None]]
+    statements: NotRequired[list[dict[str, Any]]]
+    temperature: NotRequired[float | None]
+    state_description: NotRequired[str | None]
+    info: NotRequired[dict[str, Any]]
+    values: NotRequired[list[float | None]]
+    advantages: NotRequired[list[float | None]]
+    returns: NotRequired[list[float | None]]
+
+
+class Record(TypedDict):
+    """Types of a record, by which others' files are checked; `return` is a word of Python, and a number."""
+
+    group: int
+    seed: int
+    status: str
+    success: bool
+    turns: list[TurnRecord]
+    final_images: list[str]
+    iteration: NotRequired[int | None]
+    validation_set: NotRequired[str | None]
+    policy: NotRequired[str]
+    member: NotRequired[int]
+    error: NotRequired[str | None]
+
+
+@cache
+def _records() -> TypeAdapter[Record]:
+    # an evaluation that writes records reads none
+    return TypeAdapter(Record)
 
 
 class TokenReader(Protocol):
@@ -280,7 +335,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, start=1):
             try:
-                record = json.loads(line)
+                record = plain_json(line)
                 schema = record["schema"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
@@ -288,6 +343,12 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 ) from error
             if schema != SCHEMA:
                 raise ValueError(f"{path}, line {number}: found schema {schema}, expected {SCHEMA}")
+            try:
+                _records().validate_python(record, strict=True)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                place = ".".join(map(str, first["loc"]))
+                raise ValueError(f"{path}, line {number}: {place}: {first['msg']}") from error
             yield record
 
 

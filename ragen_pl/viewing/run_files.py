@@ -18,12 +18,8 @@ from typing import Any
 
 import yaml
 
-try:
-    from yaml import CSafeLoader as PlainLoader
-except ImportError:  # PyYAML without libyaml
-    from yaml import SafeLoader as PlainLoader
-
 from ragen_pl import lock
+from ragen_pl.foreign_files import PlainLoader, is_inside, plain_json, settings_text
 from ragen_pl.metrics.proportions import Z, wilson
 from ragen_pl.viewing.outcomes import count_kinds
 from ragen_pl.viewing.page import page_html
@@ -198,7 +194,9 @@ def recorded(folder: Path) -> list[str]:
     """Return the folders with records of episodes inside a run's, those of the newest iterations first."""
     patterns = (f"trajectories/*/{FILE}", f"evaluations/*/*/{FILE}")
     files = [file for pattern in patterns for file in folder.glob(pattern)]
-    names = [file.parent.relative_to(folder).as_posix() for file in files if _inside(folder, file)]
+    names = [
+        file.parent.relative_to(folder).as_posix() for file in files if is_inside(folder, file)
+    ]
     return sorted(names, key=_age, reverse=True)
 
 
@@ -257,11 +255,13 @@ def settings_of(folder: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)
 def _settings(folder: Path, changed: int) -> dict[str, str]:
-    text = _text(folder, _CONFIG)
+    file = folder / _CONFIG
+    if not is_inside(folder, file):
+        return {}
     try:
         # plain data only, no objects
-        settings = yaml.load(text, Loader=PlainLoader)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        settings = yaml.load(settings_text(file), Loader=PlainLoader)
+    except (OSError, yaml.YAMLError, ValueError):
         return {}
     return dict(islice(_leaves(settings, "", _DEPTH), _VALUES))
 
@@ -291,16 +291,11 @@ def differences(folders: Iterable[Path]) -> dict[str, list[str]]:
 # ---- files
 
 
-def _inside(folder: Path, file: Path) -> bool:
-    """Return whether a file is a plain one inside the run's folder, whatever links lead to it."""
-    return file.is_file() and file.resolve().is_relative_to(folder.resolve())
-
-
 def _text(folder: Path, name: str) -> str:
     """Return the text of a file of the run, empty if there is none that may be read."""
     file = folder / name
     try:
-        if not _inside(folder, file) or file.stat().st_size > _MAX_BYTES:
+        if not is_inside(folder, file) or file.stat().st_size > _MAX_BYTES:
             return ""
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:  # removed or replaced at this moment
@@ -311,8 +306,8 @@ def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSONL file without those lines that hold none."""
     for line in _text(folder, name).splitlines():
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = plain_json(line)
+        except ValueError:
             continue
         if isinstance(value, dict):
             yield value

@@ -11,10 +11,10 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from ragen_pl.access import refusal
 from ragen_pl.viewing.page import filled, json_for_script, script_of, text_of
 from ragen_pl.viewing.run_files import (
     differences,
@@ -29,7 +29,6 @@ from ragen_pl.viewing.run_files import (
 )
 
 HOST = "127.0.0.1"
-_NAMES = frozenset({HOST, "localhost"})
 # ports that are tried after one that is taken
 _TRIED = 20
 _MAX_COMPARED = 50
@@ -157,23 +156,16 @@ class RunWatch:
 async def local_only(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Answer only requests of a page of this server, or of a person.
 
-    A name that somebody has pointed at the loopback address (DNS rebinding) is another host, and pages of other origins
-    may link to the view but not read from it.
+    Pages of other origins may link to the view but not read from it.
     """
-    host = urlsplit(f"//{request.host}").hostname
-    origin = request.headers.get("Origin")
-    site = request.headers.get("Sec-Fetch-Site", "none")
     is_link = request.headers.get("Sec-Fetch-Dest") == "document" and request.path == "/"
-    if host not in _NAMES:
-        raise web.HTTPForbidden(text=f"expected the host {HOST} or localhost", headers=_HEADERS)
-    if origin not in (None, f"http://{request.host}") or not (
-        site in ("none", "same-origin") or is_link
-    ):
-        raise web.HTTPForbidden(text="asked for by another origin", headers=_HEADERS)
+    reason = refusal(request.headers, same_origin=True, is_link=is_link)
+    if reason is not None:
+        raise web.HTTPForbidden(text=reason, headers=_HEADERS)
     try:
         response = await handler(request)
-    except web.HTTPException as refusal:
-        refusal.headers.update(_HEADERS)
+    except web.HTTPException as error:
+        error.headers.update(_HEADERS)
         raise
     response.headers.update(_HEADERS)
     return response

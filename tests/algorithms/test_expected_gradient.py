@@ -257,7 +257,7 @@ def test_every_mask_of_credit_is_exact(enumerated, estimator, mask) -> None:
     [
         (BilevelGAE(gamma_turn=0.9, lam_turn=1.0, published=True), masks.until_action, 0.02, 0.5),
         (BilevelGAE(gamma_turn=0.9, lam_turn=0.7, published=True), masks.sampled, 0.003, 0.2),
-        (TurnGAE(gamma=0.9, lam=0.7, baseline="last_token"), masks.sampled, 0.3, 5.0),
+        (TurnGAE(gamma=0.9, lam=0.7, value_at="last_token"), masks.sampled, 0.3, 5.0),
     ],
     ids=["neighbor's advantage", "bootstrap at the last token", "turn PPO at the last token"],
 )
@@ -271,7 +271,7 @@ def test_published_forms_are_biased(enumerated, estimator, mask, low, high) -> N
 
 def test_a_baseline_at_the_last_token_leaves_the_other_tokens_no_gradient() -> None:
     batch = Enumerated(Task(0, tokens=2, fixed=True))
-    estimator = TurnGAE(baseline="last_token")
+    estimator = TurnGAE(value_at="last_token")
     found = batch.gradient(batch.with_critic(estimator, masks.sampled).advantages)
     expected = batch.true_gradient(1.0)
     first = batch.history[:, ::2].unique()

@@ -16,6 +16,7 @@ MASK = f"algorithm.masks.loss._target_={ALGORITHMS}.masks"
 CREDIT = f"algorithm.masks.advantage._target_={ALGORITHMS}.masks"
 HELD = f"algorithm.loss.kl.mask._target_={ALGORITHMS}.masks"
 LOSS = f"algorithm.loss.policy._target_={ALGORITHMS}.ratio_losses"
+ESTIMATOR = f"algorithm.estimator._target_={ALGORITHMS}.advantages"
 BY = f"algorithm.normalize.by._target_={ALGORITHMS}.normalization"
 MISMATCH = f"+algorithm.loss.mismatch._target_={ALGORITHMS}.mismatch"
 NO_SCALE = "+algorithm.normalize.by.scale_by_std=false"
@@ -181,6 +182,21 @@ REFUSED = [
     ("starpo_s algorithm.filter.resample=1", "TopFraction does not judge"),
     (f"grpo {BY}.ByGroup", "standardizes returns itself"),
     (f"brpo {BY}.ByBatch", "standardizes returns itself"),
+    *(
+        (f"{name} algorithm.loss.whiten=true", f"loss.whiten=true: .* mean of their {scope}")
+        for name, scope in (
+            ("grpo", "group"),
+            ("dr_grpo", "group"),
+            ("dapo", "group"),
+            ("rloo", "group"),
+            (f"rloo {ESTIMATOR}.turn_baseline.TurnLeaveOneOut", "group"),
+            ("gigpo", "group"),
+            ("brpo", "batch"),
+            ("reinforce_pp", "batch"),
+            (f"arpo {BY}.ByGroup", "group"),
+            (f"arpo {BY}.Running", "batch"),
+        )
+    ),
     ("starpo algorithm.critic=none", "MaskedGAE needs values"),
     ("rico context.window=1", "one undivided sequence"),
     ("starpo context.window=all algorithm.masks.observations=true", "neither mask holds text"),

@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
-from ragen_pl.callbacks.checkpoint import BestCheckpoint, RandomState, RunCheckpoint, StopSignals
+from ragen_pl.callbacks.checkpoint import BestCheckpoint, RunCheckpoint, StopSignals
+from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.config import config_dir
 
 

@@ -53,6 +53,73 @@ def test_own_files_are_found(tmp_path: Path) -> None:
     assert composed("fit", {"env": "mine"}, directory=tmp_path).env.target == "a.B"
 
 
+class Shop(gymnasium.Env):
+    """Takes one argument."""
+
+    def __init__(self, *, tickets: int = 2) -> None:
+        self.tickets = tickets
+
+
+class OpenShop(gymnasium.Env):
+    """Takes any."""
+
+    def __init__(self, **settings: object) -> None:
+        self.settings = settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "kwargs"),
+    [
+        ({"env": Shop, "env.kwargs.tickets": 4}, {"tickets": 4}),
+        ({"env": Shop, "env.kwargs": {"tickets": 4}}, {"tickets": 4}),
+        ({"env": f"{__name__}.Shop", "env.kwargs.tickets": 4}, {"tickets": 4}),
+        ({"env.target": f"{__name__}.Shop", "env.kwargs.tickets": 4}, {"tickets": 4}),
+        ({"env": OpenShop, "env.kwargs.a": 1, "env.kwargs.b.c": "x"}, {"a": 1, "b": {"c": "x"}}),
+        ({"env": OpenShop, "+env.kwargs.a": 1}, {"a": 1}),
+        ({"env": "reasoning_gym", "env.kwargs.settings.max_words": 4}, {"max_words": 4}),
+    ],
+)
+def test_arguments_that_the_environments_class_takes_need_no_plus(settings, kwargs) -> None:
+    found = composed("fit", settings).env.kwargs
+    assert found.get("settings", found) == kwargs
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"env": Shop, "env.kwargs.ticket": 4}, "unknown key env.kwargs.ticket.* did you mean .*tickets"),
+        ({"env": Shop, "env.kwargs.color": 4}, "unknown key env.kwargs.color: Shop takes no color; it takes tickets"),
+        ({"env": Shop, "env.kwargs.tickets": "many"}, "env.kwargs.tickets=many: expected a whole number"),
+        ({"env": Shop, "env.kwarg.tickets": 4}, "unknown key env.kwarg.*did you mean env.kwargs"),
+    ],
+)  # fmt: skip
+def test_arguments_that_it_does_not_take_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed("fit", settings)
+
+
+def test_a_class_path_alone_is_an_environment_of_ones_own() -> None:
+    for settings in ({"env": f"{__name__}.Shop"}, {"env.target": f"{__name__}.Shop"}):
+        env = composed("fit", settings).env
+        assert (env.name, env.target) == ("custom", f"{__name__}.Shop")
+    # the settings of a shipped environment stay where it is chosen
+    env = composed("fit", {"env": "frozenlake", "env.target": "envs.frozen_lake.FrozenLake"}).env
+    assert env.name == "frozenlake"
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"callbacks.mine": Shop()}, r"give an object as \{'_target_': '.*\.Shop', …\}"),
+        ({"optimizer": Path}, r"give an object as \{'_target_': 'pathlib.*Path', …\}"),
+        ({"env": Shop()}, r"give the class, env=Shop, .*'env.kwargs.NAME': …"),
+    ],
+)
+def test_an_instance_is_refused_with_the_way_to_give_it(settings, remedy) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        composed("fit", settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, check_config, check_packages, config_dir
-from ragen_pl.config.check import leaves
+from ragen_pl.config.check import fields_of_target, leaves
 from ragen_pl.constraints import Count, Fraction, Positive, problem, validated
 
 EVALUATION = ("endpoint", "validation_sets")  # groups of evaluate.yaml, not of fit.yaml
@@ -219,13 +219,34 @@ def test_every_value_is_accepted_or_refused_with_an_expectation(
     assert message is None or message.startswith("expected ")
 
 
-def test_an_envs_package_of_another_project_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_namespace", [False, True])
+@pytest.mark.parametrize("first", [False, True], ids=["behind the checkout", "before it"])
+def test_an_envs_package_of_the_user_is_theirs(
+    tmp_path: Path, is_namespace: bool, first: bool
 ) -> None:
-    check_packages()
+    """In a checkout, where both folders are on the path: `python -m` has the user's first, a script last."""
     (tmp_path / "envs").mkdir()
-    (tmp_path / "envs" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(__import__("sys").modules, "envs", raising=False)
-    with pytest.raises(ConfigError, match=r"another project's.*expected"):
-        check_packages()
+    (tmp_path / "envs" / "shop.py").write_text("class Shop:\n    size = 3\n")
+    if not is_namespace:
+        (tmp_path / "envs" / "__init__.py").touch()
+    code = (
+        f"import sys; sys.path.{'insert(0, ' if first else 'append('}{str(tmp_path)!r})\n"
+        "import ragen_pl, envs.shop, ragen_pl.envs.frozen_lake\n"
+        "from ragen_pl.config.check import fields_of_target\n"
+        "print(envs.shop.Shop.size, fields_of_target('envs.shop.Shop').name,\n"
+        "      fields_of_target('ragen_pl.envs.frozen_lake.FrozenLake').name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False
+    )
+    assert done.stdout == "3 Shop FrozenLake\n", done.stderr
+
+
+def test_a_former_class_path_is_read_and_imported_as_the_present_one() -> None:
+    import envs.frozen_lake
+    import ragen_pl.envs.frozen_lake
+
+    assert envs.frozen_lake is ragen_pl.envs.frozen_lake
+    for path in ("envs.frozen_lake.FrozenLake", "ragen_pl.envs.frozen_lake.FrozenLake"):
+        assert "hole_fraction" in fields_of_target(path).parameters
+    check_packages()

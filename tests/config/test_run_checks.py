@@ -190,6 +190,10 @@ SERVER = "rollout/engine=vllm_server rollout.engine.urls=[http://127.0.0.1:9]"
         ("env=sokoban experiment=sokoban_sizes", None),
         (f"{AHEAD} {SERVER}", None),
         (
+            f"{AHEAD} {SERVER} rollout.top_p=0.9 rollout.min_p=0.1",
+            f"{AHEAD} with rollout.top_p=0.9 rollout.min_p=0.1: .* does not tell which ids it kept, .*; set rollout",
+        ),
+        (
             AHEAD,
             f"{AHEAD}: TransformersEngine can't sample while the .*; set rollout/engine=vllm_s",
         ),

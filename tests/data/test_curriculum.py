@@ -36,6 +36,25 @@ def test_curriculum_needs_a_mean_above_the_bound():
     assert not curriculum.starts
 
 
+def test_curriculum_goes_by_the_return_until_an_episode_has_a_success():
+    curriculum = Curriculum(stages=[{}, {}, {}], above=5.0, fraction=0.5, window=2)
+    for iteration in range(2):
+        curriculum.observe(0.0, iteration=iteration, mean_return=6.0, says_success=False)
+    assert curriculum.starts == [2]
+    # an iteration without a step tells nothing
+    curriculum.observe(0.0, iteration=2, mean_return=6.0, says_success=None)
+    assert curriculum.history == [6.0]
+    curriculum.history = []
+    resumed = Curriculum(stages=[{}, {}, {}], above=5.0, fraction=0.5, window=2)
+    resumed.load_state_dict(curriculum.state_dict())
+    resumed.observe(0.0, iteration=2, mean_return=6.0, says_success=False)
+    # from now on by success, also in an iteration without any
+    resumed.observe(1.0, iteration=3, mean_return=6.0, says_success=True)
+    for iteration in range(4, 8):
+        resumed.observe(1.0, iteration=iteration, mean_return=6.0, says_success=False)
+    assert resumed.starts == [2]
+
+
 def test_curriculum_averages_each_stage_anew_and_mixes_it_with_those_before():
     curriculum = Curriculum(
         stages=[{"size": 4}, {"size": 5}, {}], above=0.5, fraction=0.5, window=2

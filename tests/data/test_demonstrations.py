@@ -46,6 +46,26 @@ def test_demonstrations_take_the_stages_of_the_warm_start_in_turn(lm):
     assert len(turns) == 12 and turns[1::2].min() >= 4 and turns[::2].min() < 4
 
 
+class Stays(OptimalPolicy):
+    """Walks into the wall."""
+
+    def act(self, env, rng):
+        return 0
+
+
+def test_a_demonstrator_without_success_is_reported(lm, caplog):
+    caplog.set_level(logging.WARNING)
+    demonstrations(lm)
+    assert "no success" not in caplog.text
+    data = demonstrations(lm, policy=Stays(), episodes=4)
+    if data.statistics["success"] == 0:
+        target = ENVIRONMENT["target"]
+        assert (
+            f"no success in 4 episodes, mean return 0; check info['success'] of {target}"
+            in caplog.text
+        )
+
+
 class Forgetful(OptimalPolicy):
     """Raises in some states."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,9 +11,14 @@ import torch
 from trajectories import roll_out, starts
 
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.engines.generation_check import GenerationCheck, InvalidGeneration
+from ragen_pl.engines.generation_check import (
+    GenerationCheck,
+    InvalidGeneration,
+    MalformedGeneration,
+    finished_responses,
+)
 from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.engines.protocol import Generation, GenerationRequest, Prompt
+from ragen_pl.engines.protocol import Generation, GenerationRequest, Prompt, generate
 from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
@@ -41,6 +47,10 @@ def response(ids, logprobs=None, *, at_limit=False) -> Generation:
     )
 
 
+def altered(**fields) -> Generation:
+    return dataclasses.replace(response([5, END]), **fields)
+
+
 def check(*responses: Generation) -> None:
     CHECK([REQUEST] * len(responses), responses)
 
@@ -67,6 +77,9 @@ def test_possible_responses_are_accepted() -> None:
         (response([5, 10, END]), r"outside the vocabulary \(10 at token 2 of 3\)"),
         (response([-1, END]), "outside the vocabulary"),
         (response([0, END]), r"ids that are never sampled \(0 at token 1 of 2\)"),
+        (altered(entropy=math.nan), r"an entropy that is not finite \(nan\)"),
+        (altered(entropy=math.inf), r"an entropy that is not finite \(inf\)"),
+        (altered(entropy=-0.5), r"an entropy below 0 \(-0.5\)"),
         (response([5.0, END]), "ids of type float64"),
         (response(np.array([True, False])), "ids of type bool"),
         (response(np.zeros(0, int)), "no tokens"),
@@ -81,6 +94,81 @@ def test_an_impossible_response_is_refused_among_others(wrong, message) -> None:
     fine = response([5, 6, END])
     with pytest.raises(InvalidGeneration, match=message):
         check(fine, wrong, fine)
+
+
+MALFORMED = [
+    (altered(ids=[5, END]), r"ids=\[5, 9\] \(list\), expected an array int64 \[response\]"),
+    (altered(ids=None), r"ids=None \(NoneType\)"),
+    (altered(ids=torch.tensor([5, END])), r"ids=tensor\(\[5, 9\]\) \(Tensor\)"),
+    (altered(ids="59"), r"ids='59' \(str\)"),
+    (altered(ids=np.array([[5, END]])), r"ids of shape \[1, 2\], expected int64"),
+    (altered(ids=np.array(5)), r"ids of shape \[\]"),
+    (altered(ids=np.array([5, None])), "ids of type object"),
+    (altered(logprobs=[-0.5, -0.5]), r"logprobs=\[-0.5, -0.5\] \(list\)"),
+    (altered(logprobs=np.full((2, 1), -0.5)), r"logprobs of shape \[2, 1\]"),
+    (altered(logprobs=np.array([-1, -1])), "logprobs of type int64"),
+    (altered(entropy="0.5"), "entropy='0.5', expected a number or None"),
+    (altered(entropy=True), "entropy=True"),
+    (altered(entropy=np.array([0.5])), r"entropy=array\(\[0.5\]\)"),
+    (altered(hit_length_limit=None), "hit_length_limit=None, expected true or false"),
+    (altered(version="1"), "version='1', expected a whole number"),
+    (altered(kept_ids=np.array([5, 6, 9]), kept_counts=np.array([2])), "kept_counts of length 1"),
+    (altered(kept_ids=np.array([5, 6]), kept_counts=np.array([2, 1])), "kept_ids of length 2, expected 3"),
+    (altered(kept_ids=np.array([5, 6, 8]), kept_counts=np.array([2, 1])), "without the id 9 that was sampled"),
+    (altered(kept_ids=None, kept_counts=np.array([1, 1])), r"kept_ids=None"),
+    (altered(kept_ids=np.array([5, 9]), kept_counts=np.array([3, -1])), "kept_counts with -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "message"), MALFORMED, ids=[text for _, text in MALFORMED])
+def test_a_response_of_other_types_is_named_with_field_and_value(wrong, message) -> None:
+    for refuse in (check, lambda one: finished_responses([(0, response([5, END])), (1, one)])):
+        with pytest.raises(MalformedGeneration, match=message) as caught:
+            refuse(wrong)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, r"None of collect\(\), expected a list of pairs"),
+        ({0: response([5, END])}, "expected a list of pairs"),
+        ([response([5, END])], r"expected a pair \(session, Generation\)"),
+        ([("0", response([5, END]))], r"expected a pair \(session, Generation\)"),
+        ([(0, None)], "None for session 0, expected a Generation"),
+        ([(0, "text")], "'text' for session 0, expected a Generation"),
+    ],
+)
+def test_an_answer_without_responses_is_refused(answer, message) -> None:
+    with pytest.raises(MalformedGeneration, match=message):
+        finished_responses(answer)
+
+
+def test_responses_with_numbers_of_numpy_are_accepted() -> None:
+    fine = altered(
+        entropy=np.float32(-1e-7), hit_length_limit=np.bool_(False), version=np.int64(3),
+        kept_ids=np.array([5, 6], np.int32), kept_counts=np.array([2, 0], np.int32),
+    )  # fmt: skip
+    check(fine)
+    assert finished_responses(((np.int64(0), fine),)) == [(0, fine)]
+
+
+class Careless(TransformersEngine):
+    """Returns lists of ids."""
+
+    def collect(self, *, wait=True):
+        return [
+            (session, dataclasses.replace(one, ids=one.ids.tolist()))
+            for session, one in super().collect(wait=wait)
+        ]
+
+
+def test_a_run_names_the_engine_that_returns_other_types(lm) -> None:
+    line = r"rollout.engine=Careless: .* a response with ids=\[.*\] \(list\), expected .*; correct the engine"
+    with pytest.raises(RolloutError, match=line):
+        play(lm, engine=Careless)
+    with pytest.raises(RolloutError, match=line):
+        generate(Careless(PolicyModule(lm)), [REQUEST], keep=False)
 
 
 class Repeating(TransformersEngine):

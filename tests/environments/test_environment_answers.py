@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ragen_pl.environments.answers import AnswerReader
 
@@ -35,6 +36,21 @@ def read(*, reward_range=None, **changes):
         ({"reward": 1.1, "reward_range": (0.0, 1.0)}, "reward 1.1, outside of its reward_range=(0, 1)"),
         ({"info": {"reward_parts": {"a": "1.0"}}}, "expected named numbers that sum to the reward"),
         ({"info": {"reward_parts": {"a": 0.5}}}, "expected named numbers that sum to the reward"),
+        ({"reward": 1e30}, "reward 1e+30; expected a number below 1e+30, so that sums of rewards stay finite"),
+        ({"reward": -1e300}, "reward -1e+300; expected a number below 1e+30"),
+        (
+            {"reward": 0.0, "info": {"reward_parts": {"a": 1e300, "b": -1e300}}},
+            "info['reward_parts']['a']=1e+300; expected a number below 1e+30",
+        ),
+        (
+            {"reward": 1.0, "info": {"reward_parts": {"a": 1.0, "b": 1e30, "c": -1e30}}},
+            "info['reward_parts']['b']=1e+30; expected a number below",
+        ),
+        (
+            {"info": {"reward_parts": {"a": float("inf"), "b": -float("inf")}}},
+            "info['reward_parts']['a']=inf; expected a finite number",
+        ),
+        ({"info": {"reward_parts": {"a": np.float32("nan")}}}, "['a']=nan; expected a finite number"),
         ({"info": None}, "step returned (str, float, bool, bool, NoneType), expected (observation"),
     ],
 )  # fmt: skip
@@ -53,6 +69,30 @@ def test_numbers_and_truth_values_of_libraries_are_taken(one):
 def test_what_info_leaves_out_has_defaults():
     step = read()
     assert (step.success, step.action_is_valid, step.action_is_effective) == (False, True, True)
+
+
+GRAY = np.arange(84 * 60, dtype=np.uint8).reshape(84, 60)
+
+
+@pytest.mark.parametrize("shown", [GRAY, GRAY[..., None], Image.fromarray(GRAY)])
+def test_a_gray_image_is_read_in_three_equal_channels(shown):
+    (image,) = READER.observation({"text": "see", "image": shown}).images
+    assert image.shape == (84, 60, 3) and (image == GRAY[..., None]).all()
+
+
+@pytest.mark.parametrize(
+    ("shown", "found"),
+    [
+        (np.zeros((0, 16, 3), np.uint8), "shape (0, 16, 3)"),
+        (np.zeros((16, 0), np.uint8), "shape (16, 0)"),
+        (np.zeros((3, 8, 8), np.uint8), "shape (3, 8, 8)"),
+        (np.zeros((8, 8), np.float32), "type float32"),
+        (np.zeros(8, np.uint8), "shape (8,)"),
+    ],
+)
+def test_other_images_are_refused(shown, found):
+    with pytest.raises(TypeError, match=re.escape(found)):
+        READER.observation({"text": "see", "image": shown})
 
 
 def test_an_unknown_answer_of_a_reset_is_refused():

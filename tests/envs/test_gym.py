@@ -9,6 +9,8 @@ import pytest
 from players import steps
 
 from envs.adapters.gym import Gym
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.prompts.parsing import ParsedResponse
 from visual_envs.adapters.gym import GymVisual
 
 
@@ -115,3 +117,26 @@ def test_rules_describe_what_is_shown() -> None:
     assert "H a hole" in text.instructions and "Brackets mark your cell" in text.instructions
     assert "Brackets" not in picture.instructions and "picture of the game" in picture.instructions
     assert "over a frozen lake" in picture.instructions
+
+
+@pytest.mark.parametrize(
+    ("id", "penalty"),
+    [
+        ("Taxi-v4", 10.0),
+        ("CliffWalking-v1", 100.0),
+        ("FrozenLake-v1", 0.05),
+        ("CartPole-v1", 0.05),
+        ("MountainCar-v0", 1.0),
+        ("Acrobot-v1", 1.0),
+    ],
+)
+def test_an_invalid_response_costs_as_much_as_the_worst_action(id, penalty):
+    manager = EnvironmentManager(
+        target="envs.adapters.gym.Gym", kwargs={"id": id}, format_penalty="auto", invalid_ends=False
+    )
+    (slot,) = manager.open([EpisodeSpec(group=0, member=0, seed=0)])
+    (result,) = manager.step([slot], [ParsedResponse()])
+    assert result.reward_terms == {"format": -penalty}
+    assert manager.penalty(slot.members) == penalty
+    fixed = EnvironmentManager(target="envs.adapters.gym.Gym", format_penalty=0.5)
+    assert fixed.penalty(slot.members) == 0.5

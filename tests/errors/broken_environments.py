@@ -29,6 +29,11 @@ class EveryStepCosts(Sound):
         return "gone", -1.0, False, False, {"success": False}
 
 
+class SaysNoSuccess(Sound):
+    def step(self, action):
+        return "gone", 1.0, True, False, {"coins": 1}
+
+
 class NoEnvironment:
     pass
 

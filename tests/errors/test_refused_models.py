@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from tiny_families import tiny_bundle
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -69,6 +70,27 @@ def test_a_family_that_is_not_supported(start) -> None:
     config = BloomConfig(**WORDS, hidden_size=32, n_layer=2, n_head=2)
     refused = start(config, "warm_start=none", EAGER)
     assert refused.startswith("model.build: this family (bloom) can't be run: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ovis2", "model.build: transformers' ovis2 gives image features of a kind of its own"),
+        ("hunyuan_vl", "model.build.path=model: in hunyuan_vl positions have 4 axes"),
+    ],
+)
+def test_images_that_no_turn_can_show(fit, tmp_path: Path, name: str, reason: str) -> None:
+    """Before the demonstrations of a warm start, which show images."""
+    tiny_bundle(name, images=True, checked=False).save(tmp_path / "model")
+    ended = fit(
+        "env=frozenlake_visual", "model=pretrained", "model.build.path=model", "warm_start.steps=1",
+        "context.max_tokens=2000",
+    )  # fmt: skip
+    assert ended.code == 2 and "Traceback" not in ended.stderr
+    # Lightning's lines on its accelerators may come before
+    line = ended.stderr.strip().splitlines()[-1]
+    assert line.startswith(f"ragen_pl: {reason}") and "choose another" in line
 
 
 def test_a_family_without_the_attention(tmp_path: Path) -> None:

@@ -130,6 +130,16 @@ def test_an_environment_that_keeps_memory_is_reported(custom, monkeypatch, tmp_p
     assert re.search(r"Hoards: each episode keeps about [78] MiB of memory; free it", caplog.text)
 
 
+def test_an_environment_that_says_no_success_is_reported(custom, monkeypatch, tmp_path, caplog):
+    checked(custom, monkeypatch, tmp_path, "Sound")
+    assert "success" not in caplog.text
+    checked(custom, monkeypatch, tmp_path, "SaysNoSuccess")
+    assert (
+        "SaysNoSuccess: no step of its random episodes sets info['success'], so success is 0 everywhere; best.ckpt, "
+        "the curriculum and sweeps go by the return"
+    ) in caplog.text
+
+
 def test_garbage_that_earns_more_than_play_is_reported(custom, monkeypatch, tmp_path, caplog):
     checked(custom, monkeypatch, tmp_path, "Sound")
     enough = {"env__format_penalty": 1.1, "env__invalid_ends": False}

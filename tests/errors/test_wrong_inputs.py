@@ -80,6 +80,9 @@ OF_THE_COMMAND = [
         "underflow with .*precision=32-true; set trainer.precision=16-mixed",
     ),
     (f"{LORA} +model.build.lora.lora_dropout=0.1", "lora_dropout=0.1: .* set lora_dropout=0.0"),
+    (f"{LORA} +model.build.lora.bias=all", r"lora\.bias=all: .* leave it out"),
+    (f"{LORA} +model.build.lora.peft_type=IA3", r"lora\.peft_type=IA3: adapters are LoRA's"),
+    (f"{LORA} +model.build.lora.trainable_token_indices=[5]", r"trainable_token_indices=\[5\]: "),
     (
         f"{PRETRAINED} model.build.attn_implementation=flash_attention_2",
         r"flash_attention_2: .* needs the package flash_attn; install it \(pip install flash-attn\)",

@@ -55,7 +55,7 @@ def test_its_column_stands_beside_the_others(server: ChatServer, tmp_path: Path,
     policies = results.validation_sets["held_out"]["policies"]
     players = ["random", "garbage", "optimal", "cycle"]
     assert list(policies) == ["walker", *players]
-    assert policies["walker"]["success"] == 1.0 == results.first_success
+    assert policies["walker"]["success"] == 1.0 == results.objective
     assert policies["walker"]["return"] > policies["random"]["return"]
     usage = results.about["endpoint"]
     assert usage["requests"] == len(server.requests) > 12
@@ -78,7 +78,7 @@ def test_its_row_stands_beside_a_model(server: ChatServer, tmp_path: Path) -> No
     (validation_set,) = results.validation_sets.values()
     players = ["random", "garbage", "optimal", "cycle"]
     assert list(validation_set["policies"]) == ["policy", "walker", *players]
-    assert results.first_success == validation_set["policies"]["policy"]["success"]
+    assert results.objective == validation_set["policies"]["policy"]["success"]
     assert validation_set["policies"]["walker"]["valid_actions"] == 1.0
 
 
@@ -161,7 +161,7 @@ def test_a_request_that_fails_costs_its_own_episode(
     # it is asked for again, the others are not
     played = {begins(request) for request in server.requests}
     server.requests = []
-    assert evaluated(server, tmp_path, *few).first_success == 1.0
+    assert evaluated(server, tmp_path, *few).objective == 1.0
     assert len({begins(request) for request in server.requests} | played) == 4
     assert len({begins(request) for request in server.requests}) == 1
 

@@ -28,6 +28,7 @@ from ragen_pl.rollout.temperature import AdaptiveTemperature
 from ragen_pl.run.build import episode_settings
 from ragen_pl.run.checkpoints import find_checkpoint
 from ragen_pl.run.replaying import read_settings
+from ragen_pl.run.trust import write_settings
 
 RUN_ID = "12345678901234567890123456789012"  # of digits only: a number to Hydra
 
@@ -84,6 +85,22 @@ def test_ckpt_finds_its_run(root: Path) -> None:
     assert find_checkpoint("last", root="nowhere", run_dir=str(old)).run == old
 
 
+def test_best_is_the_last_checkpoint_where_no_validation_ended(root: Path, caplog) -> None:
+    run = root / "frozenlake" / "2026-01-02_10-00-00"
+    assert find_checkpoint("best", root=str(root), run_dir=str(run)).path.name == "last.ckpt"
+    assert (
+        f"{run} has no best.ckpt: no validation of it ended; its last.ckpt is used" in caplog.text
+    )
+    own = root / "mine" / "2026-01-03_10-00-00"
+    found = find_checkpoint("best", root=str(root), name="mine")
+    assert found.path == own / "checkpoints" / "last.ckpt"
+    found.path.unlink()
+    with pytest.raises(ConfigError, match=r"ckpt=best: no run in .*/mine has a best\.ckpt"):
+        find_checkpoint("best", root=str(root), name="mine")
+    with pytest.raises(ConfigError, match="has no best checkpoint; train it further"):
+        find_checkpoint("best", root=str(root), run_dir=str(own))
+
+
 @pytest.mark.parametrize("ckpt", ["last", "best"])
 def test_a_damaged_checkpoint_is_passed_over(root: Path, ckpt: str, caplog) -> None:
     run = root / "frozenlake" / "2026-01-01_10-00-00"
@@ -106,7 +123,11 @@ def test_exported_folder_has_its_run_and_works_without_it(root: Path, tmp_path: 
         "run_dir": str(run),
         "settings": {"env": env, "model": {"build": {"dtype": "bfloat16"}}},
     }
-    (folder / "ragen_pl.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(exported)))
+    text = OmegaConf.to_yaml(OmegaConf.create(exported))
+    # somebody else's names no folder outside of it
+    (folder / "ragen_pl.yaml").write_text(text)
+    assert evaluation_config(f"ckpt={folder}").source.run is None
+    write_settings(folder / "ragen_pl.yaml", text)
     cfg = evaluation_config(f"ckpt={folder}")
     assert cfg.source.run == str(run) and cfg.env.name == "mine"
     assert cfg.model.build == {
@@ -192,8 +213,12 @@ def test_code_of_a_models_repository_is_run_for_the_command_line_only(root: Path
         evaluation_config(*arguments)
     with pytest.raises(ConfigError, match=r"trust_remote_code=true runs .*; .*, set trust=true$"):
         read_settings(run / "config.yaml", trusted=False)
-    for chosen in ("model.build.trust_remote_code=true", "trust=true"):
-        assert evaluation_config(*arguments, chosen).model.build.trust_remote_code is True
+    # the path is the run's word too
+    named = ("model.build.path=.", "model.build.trust_remote_code=true")
+    for chosen in (named, ("trust=true",)):
+        assert evaluation_config(*arguments, *chosen).model.build.trust_remote_code is True
+    with pytest.raises(ConfigError, match=r"model\.build\.path=\.: by it .*load_pretrained may"):
+        evaluation_config(*arguments, named[1])
 
 
 def test_a_pretrained_models_positions_are_those_of_the_context(root: Path, tmp_path: Path) -> None:
@@ -258,7 +283,6 @@ def test_sampling_depends_on_the_number_of_samples(root: Path) -> None:
         ([], "ckpt has no value; give a checkpoint"),
         (["ckpt=gone.ckpt"], "ckpt=gone.ckpt: there is no such file or folder; give a checkpoint"),
         (["ckpt=best", "env=sokoban"], "ckpt=best: no run in .*/sokoban has a best.ckpt"),
-        (["ckpt=best", "paths.run_dir={run}"], "has no best checkpoint: no validation"),
         (["ckpt=last", "paths.run_dir={root}"], "paths.run_dir=.*: expected a run's folder"),
         (["ckpt={root}/frozenlake"], "holds no model .config.json. and no run"),
         (["ckpt={root}/alone.ckpt"], "no run's config.yaml next to it; set paths.run_dir"),

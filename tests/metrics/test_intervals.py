@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trajectories import make_trajectory
+from trajectories import make_trajectory, make_turn
 
 from ragen_pl.metrics.intervals import (
     clustered,
@@ -80,6 +81,33 @@ def test_validation_metrics_by_hand() -> None:
     assert success_by_difficulty([episode(0, 0, success=True, difficulty=None)]) == {}
 
 
+def test_equal_initial_states_of_greedy_play_are_one_trial() -> None:
+    """256 episodes from 100 states have the interval of 100."""
+    played = [
+        _from_state(episode(number, 0, success=number % 100 < 40), f"state {number % 100}")
+        for number in range(200)
+    ]
+    metrics = validation_metrics(played)
+    assert metrics["distinct_states"] == 100.0 and metrics["episodes"] == 200.0
+    assert metrics["success_low"] == pytest.approx(wilson(0.4, count=100).low)
+    # all differ, or there is one state only, or states are not recorded
+    for name in ("{number}", "the only one", None):
+        played = [
+            _from_state(
+                episode(number, 0, success=number % 100 < 40),
+                name and name.format(number=number),
+            )
+            for number in range(200)
+        ]
+        metrics = validation_metrics(played)
+        assert metrics["success_low"] == pytest.approx(wilson(0.4, count=200).low)
+    assert "distinct_states" not in metrics
+
+
+def _from_state(trajectory: Trajectory, key: str | None) -> Trajectory:
+    return replace(trajectory, turns=[make_turn(state_key=key)])
+
+
 def test_failed_episodes_are_left_out() -> None:
     played = [
         episode(0, 0, success=True), episode(0, 1, success=False),
@@ -89,7 +117,7 @@ def test_failed_episodes_are_left_out() -> None:
     assert (metrics["episodes"], metrics["failed_episodes"]) == (3.0, 1.0)
     assert metrics["success"] == pytest.approx(2 / 3) and metrics["failed"] == 0.25
     # pass@2 is that of the group with two episodes
-    assert (metrics["pass@1"], metrics["pass@2"]) == (0.75, 1.0)
+    assert metrics["pass@1"] == pytest.approx(metrics["success"]) and metrics["pass@2"] == 1.0
     assert success_by_difficulty(played)[1]["episodes"] == 3
     with pytest.raises(ValueError, match="every episode failed"):
         validation_metrics(played[3:])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from module_process import run_two_ranks
 from trajectories import make_trajectory, make_turn
 
+from ragen_pl.metrics.proportions import objective
 from ragen_pl.metrics.rollout import RolloutStatistics, rollout_metrics
 from ragen_pl.metrics.sums import NamedSums
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
@@ -62,10 +63,22 @@ def test_rollout_metrics_by_hand():
         "failed": 1 / 4,
         "failed_episodes": 1,
         "turn_limit": 1 / 3,
+        "truncated": 1 / 3,
         "think_accuracy": 1 / 2,
         "group_return_std": 1.1 / 2**0.5,
     }
     assert compute(EPISODES) == pytest.approx(expected)
+
+
+def test_an_environment_that_says_no_success_is_measured_by_its_return():
+    silent = make_trajectory(turn(reward=2.0, actions=["Up"], info={"coins": 2}))
+    saying = make_trajectory(turn(actions=["Up"], info={"success": False}))
+    assert compute([silent])["success_reported"] == 0.0
+    assert objective(compute([silent])) == 2.0
+    # an episode without a step says nothing about its environment
+    for episodes in ([silent, saying], [saying], [make_trajectory(turn())]):
+        assert "success_reported" not in compute(episodes)
+        assert objective(compute(episodes)) == 0.0
 
 
 def test_success_on_the_last_turn_is_not_a_turn_limit():

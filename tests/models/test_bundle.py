@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AddedToken,
     AutoTokenizer,
@@ -17,9 +18,12 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -29,9 +33,16 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
+from ragen_pl.engines.generation_check import GenerationCheck
+from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import GenerationRequest, generate
 from ragen_pl.models.build import build_small_lm, build_small_vlm, load_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.rollout.agreement import check_trainer
+from ragen_pl.trajectory import Observation
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1}  # fmt: skip
@@ -60,6 +71,45 @@ def test_banned_and_eos_token_ids(vlm, lm):
 def test_rows_of_the_head_without_a_token_are_banned():
     padded = build_small_lm(seed=0, text={"vocab_size": 520})
     assert padded.banned_token_ids == (0, 2, 3, 4, 5, *range(512, 520))
+
+
+@pytest.mark.parametrize("gap", [0, 1, 4])
+def test_ids_of_a_gap_in_the_vocabulary_are_banned_and_the_ends_of_responses_are_not(gap):
+    """Ids of control tokens that do not follow the ids of the words."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    control = {name: 256 + gap + n for n, name in enumerate(("<|pad|>", "<|start|>", "<|end|>"))}
+    words = Tokenizer(models.BPE(vocab=vocabulary | control, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words.decoder = decoders.ByteLevel()
+    words.add_special_tokens([AddedToken(name, special=True) for name in control])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<|end|>", pad_token="<|pad|>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|>{{ m['content'] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>{% endif %}"
+    )
+    model = LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=264 + gap, eos_token_id=258 + gap))
+    bundle = ModelBundle(model.eval(), tokenizer)
+    assert bundle.end_of_turn_id == 258 + gap
+    ids = {*range(256), 258 + gap}
+    assert bundle.banned_token_ids == tuple(sorted(set(range(264 + gap)) - ids))
+    # the engine, the trainer and the check of an engine's answers
+    allowed = GenerationCheck.of(bundle).allowed
+    assert set(np.flatnonzero(allowed).tolist()) == ids
+    context = ContextManager(bundle, system_prompt=None, max_tokens=300)
+    assert check_trainer(context, image_size=None, policy=PolicyModule(bundle)) < 1e-4
+    engine = TransformersEngine(PolicyModule(bundle))
+    prompt = context.observe(context.start(""), Observation(text="Up"), max_turns=2)
+    requests = [
+        GenerationRequest(session=n, prompt=prompt, max_tokens=20, temperature=4.0, seed=n)
+        for n in range(8)
+    ]
+    sampled = {
+        token for answer in generate(engine, requests, keep=False) for token in answer.ids.tolist()
+    }
+    assert sampled <= ids and len(sampled) > 50
 
 
 def test_image_tokens_are_expanded_to_one_for_each_feature(vlm):

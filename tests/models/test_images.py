@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_pl.models.build import build_small_vlm
-from ragen_pl.models.images import ImageFeatures, content_key
+from ragen_pl.models.image_features import ImageFeatures
+from ragen_pl.models.images import content_key
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import FrozenCopy
 

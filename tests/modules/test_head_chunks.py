@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ragen_pl.algorithms.kl import full_kl
 from ragen_pl.models.distribution import entropy
+from ragen_pl.models.logit_scale import LogitScale
 from ragen_pl.modules.forward import ReferenceStates, sampled_states
 from ragen_pl.modules.policy import StateReadout, TokenReadout
 from ragen_pl.modules.reference import FrozenCopy
@@ -23,7 +24,9 @@ def scored(make):
     samples = make.batch(agent, groups=3).samples
     samples.temperature[:, ::2] = 0.6
     policy = agent.policy.double().eval()
-    policy.bundle.facts = replace(policy.bundle.facts, logit_factor=0.5, logit_bound=4.0)
+    policy.bundle.facts = replace(
+        policy.bundle.facts, logit_scale=LogitScale(factor=0.5, bound=4.0)
+    )
     reference = FrozenCopy().build(policy)
     with torch.no_grad():
         for parameter in reference.parameters():

@@ -7,12 +7,17 @@ import functools
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
+from ragen_pl.data.conversations import conversation_batch
 from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule, TokenReadout
 from ragen_pl.modules.warm_start import WarmStartModule
+from ragen_pl.muon import MuonAdamW
+from ragen_pl.prompts.context import ContextManager
 
 FAST = functools.partial(torch.optim.AdamW, lr=3e-3)
 
@@ -147,3 +152,35 @@ def test_warm_start_learning_rate_rises_then_falls(make):
         schedule.step()
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9]
     assert rates[50] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
+
+
+def conversations(count: int) -> list[list[dict[str, str]]]:
+    return [
+        [
+            {"role": "user", "content": f"say {number}"},
+            {"role": "assistant", "content": f"it is {number * number}"},
+        ]
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("optimizer", [None, functools.partial(MuonAdamW, lr=3e-3)])
+def test_a_data_loader_of_conversations_and_lightnings_own_callbacks_work(
+    make, tmp_path, optimizer
+) -> None:
+    policy = PolicyModule(make.bundle(seed=4), optimizer=optimizer)
+    context = ContextManager(policy.bundle, window="all", system_prompt=None)
+    loader = DataLoader(
+        conversations(6),
+        batch_size=4,
+        collate_fn=functools.partial(conversation_batch, context=context),
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False, max_epochs=4,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        callbacks=[LearningRateMonitor()],
+    )  # fmt: skip
+    trainer.fit(policy, loader)
+    assert trainer.global_step == 8  # two batches of each epoch
+    rates = {name: value for name, value in trainer.callback_metrics.items() if "lr" in name}
+    assert len(rates) == len(trainer.optimizers[0].param_groups) > 1

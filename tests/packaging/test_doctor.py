@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,22 @@ def test_free_memory_is_plausible():
     free = free_host_memory()
     if Path("/proc/meminfo").exists():
         assert 1e6 < free < 1e13
+
+
+def test_extras_that_are_advised_exist() -> None:
+    """In messages of the source, in the README and in docs/."""
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    places = [root / "README.md", *(root / "docs").rglob("*.md")]
+    places += [
+        file for part in ("ragen_pl", "envs", "visual_envs") for file in (root / part).rglob("*.py")
+    ]
+    named = {
+        name.strip()
+        for file in places
+        for names in re.findall(r"ragen_pl\[([a-z, -]+)\]", file.read_text())
+        for name in names.split(",")
+    }
+    assert {"lora", "gguf"} <= named <= set(extras)

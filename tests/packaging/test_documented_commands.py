@@ -13,23 +13,18 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from composing import composed
+from documents import PAGES, ROOT, blocks, commands, has_value, write_files
 from module_process import run_module
+from omegaconf import OmegaConf
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 240
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose commands train for minutes.
 LONG = ("adaptive", "world_model")
 REASONS = ("set-up", "server", "other hardware", "asks for keys")
-BLOCK = re.compile(
-    r"(?:<!-- not run: (?P<reason>[^>]+?) -->\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$",
-    re.M | re.S,
-)
 SMALL = {
     "fit": {
         "trainer.max_epochs": "1",
@@ -42,29 +37,6 @@ SMALL = {
     },
     "evaluate": {"validation.episodes": "4"},
 }
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    language: str
-    body: str
-    reason: str | None
-
-
-def blocks(page: Path) -> list[Block]:
-    """Return a page's fenced blocks in order."""
-    return [
-        Block(match["language"], match["body"], match["reason"])
-        for match in BLOCK.finditer(page.read_text())
-    ]
-
-
-def commands(body: str) -> list[str]:
-    """Return the lines of a shell block, continued ones joined."""
-    lines = body.replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
 def smaller(command: str) -> str:
@@ -118,6 +90,26 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> None:
     assert code == 0, f"{command}\nended with {code}:\n{output[-3000:]}"
 
 
+def check_run(command: str, folder: Path) -> None:
+    """Check that a training command has had its effect: its settings, warm start and metrics are in the folder."""
+    match = re.search(r"-m ragen_pl\.fit (?!.*--(?:cfg|help|multirun)\b|-m )(.*)", command)
+    if match is None:
+        return
+    configs = sorted(folder.glob("runs/*/*/config.yaml"), key=lambda file: file.stat().st_mtime_ns)
+    configs += [
+        file
+        for file in folder.glob("runs/*/config.yaml")
+        if file.stat().st_mtime_ns > configs[-1].stat().st_mtime_ns
+    ]
+    cfg, run = OmegaConf.load(configs[-1]), configs[-1].parent
+    for line in shlex.split(match[1].replace("CHECKOUT", str(ROOT)), comments=True):
+        assert line.startswith("-") or "=" not in line or has_value(cfg, line), (
+            f"{line}: not in {run}"
+        )
+    assert (run / "warm_start.pt").exists() == cfg.warm_start.enabled
+    assert (run / "metrics.json").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
@@ -133,14 +125,11 @@ def test_documented_commands_succeed(
     folder = tmp_path / "work"
     shutil.copytree(trained, folder)
     for block in blocks(page):
-        named = re.match(r"# ([\w./-]+\.(?:py|ya?ml))\n", block.body)
-        if block.language in ("python", "yaml") and named:
-            (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
-            # without the name: Hydra reads `# @package` in the first line only
-            (folder / named[1]).write_text(block.body.removeprefix(named[0]))
-        elif block.language == "bash" and block.reason is None:
+        write_files(block, folder)
+        if block.language == "bash" and block.reason is None:
             for command in commands(block.body):
                 run(smaller(command), folder, environment)
+                check_run(command, folder)
 
 
 def test_only_marked_commands_are_skipped() -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,8 @@ def installed(tmp_path_factory) -> Path:
         "--no-index",
     )
     subprocess.run([*pip, str(wheel)], capture_output=True, check=True)
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    others = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "dependencies.pth").write_text("\n".join(others))
     return python.parent
 
 
@@ -59,12 +59,19 @@ def call(program: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def test_fit_runs_outside_the_checkout(installed, tmp_path):
-    strangers = tmp_path / "envs"
-    strangers.mkdir()
-    (strangers / "__init__.py").write_text("raise SystemExit('a stranger was imported')")
+def own_package(folder: Path, name: str) -> None:
+    """Write a package of the user's with a name that packages of the checkout have."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").touch()
+    text = (ROOT / "examples/own_environments/my_environments.py").read_text()
+    (folder / name / "mine.py").write_text(text.replace("GuessTheNumber", "Sight"))
 
-    done = call(installed / "ragen-fit", *TINY, cwd=tmp_path)  # their package does not matter
+
+def test_fit_runs_outside_the_checkout(installed, tmp_path):
+    own_package(tmp_path, "envs")
+    own_package(tmp_path, "visual_envs")
+
+    done = call(installed / "ragen-fit", *TINY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs" / "frozenlake").iterdir()
     assert json.loads((run / "metrics.json").read_text())["val/episodes"] == 4
@@ -81,10 +88,27 @@ def test_fit_runs_outside_the_checkout(installed, tmp_path):
         )
         assert done.returncode == 0, done.stderr
 
-    done = call(installed / "python", "-m", "ragen_pl.fit", *TINY, cwd=tmp_path)  # or one line
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "package 'envs' is another project's" in done.stderr
+    own = ("env=custom", "env.target=envs.mine.Sight", "logger=none", *TINY[1:])
+    done = call(installed / "python", "-m", "ragen_pl.fit", *own, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_environment_is_registered_once_under_all_its_names(installed, tmp_path):
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import ragen_pl, envs.frozen_lake, ragen_pl.envs.frozen_lake as now, gymnasium\n"
+        "assert envs.frozen_lake.FrozenLake is now.FrozenLake\n"
+        "made = [gymnasium.make(f'{p}:ragen/FrozenLake-v0', disable_env_checker=True).unwrapped\n"
+        "        for p in ('envs', 'ragen_pl.envs')]\n"
+        "print({type(one) is now.FrozenLake for one in made})"
+    )
+    done = call(installed / "python", "-c", code, cwd=tmp_path)
+    assert done.stdout == "{True}\n", done.stderr
+    own_package(tmp_path, "envs")
+    code = "import ragen_pl, envs.mine, ragen_pl.envs as now; print(envs.__file__, now.__file__)"
+    done = call(installed / "python", "-c", code, cwd=tmp_path)
+    theirs, ours = done.stdout.split()
+    assert theirs == str(tmp_path / "envs" / "__init__.py") and "site-packages" in ours
 
 
 def test_doctor_and_user_environment_work_when_installed(installed, tmp_path):

@@ -9,36 +9,43 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
-    "checked", "constraints", "distributed", "files", "finite", "json_text", "known_pickle", "phases", "rank_states",
-    "run_facts", "seeding", "stop_signals", "trajectory",
+    "access", "checked", "constraints", "distributed", "error_text", "files", "finite", "foreign_files", "json_text",
+    "known_pickle", "phases", "rank_states", "rgb", "run_facts", "seeding", "stop_signals", "tensor_files",
+    "trajectory",
 }  # fmt: skip
 # of a rollout, from below
 ROLLOUT = {"prompt_formats", "models", "engines", "prompts", "environments", "rollout"}
 LEARNING = ROLLOUT | {"algorithms", "data", "loops", "metrics", "modules", "rewards"}
 # A part is a folder of the package or a module beside the folders.
 MAY_IMPORT = {
+    "access": set(),
     "checked": {"constraints"},
     "constraints": set(),
     "data_url": set(),
-    "distributed": set(),
+    "distributed": {"error_text"},
+    "error_text": set(),
     "files": set(),
     "finite": set(),
+    "foreign_files": set(),
+    "former_names": set(),
     "json_text": set(),
     "known_pickle": set(),
     "machine": set(),
     "muon": set(),
     "phases": set(),
+    "rgb": set(),
     "run_facts": set(),
     "seeding": set(),
     "stop_signals": set(),
     "trajectory": set(),
     "optimizers": {"distributed", "muon"},
     "prompt_formats": {"trajectory"},
-    "rank_states": {"distributed", "files"},
+    "rank_states": {"distributed", "files", "tensor_files"},
+    "tensor_files": {"foreign_files"},
     "algorithms": {"checked", "constraints", "run_facts", "trajectory"},
-    "config": {"constraints", "run_facts"},
+    "config": {"constraints", "error_text", "former_names", "run_facts"},
     "lock": {"config"},
-    "models": {"checked", "constraints", "prompt_formats", "run_facts"},
+    "models": {"checked", "constraints", "foreign_files", "prompt_formats", "rgb", "run_facts"},
     "engines": BASE | {"data_url", "models"},
     "prompts": BASE | {"engines", "models", "prompt_formats"},
     "environments": BASE | {"config", "data_url", "machine", "prompt_formats", "prompts"},
@@ -53,7 +60,9 @@ MAY_IMPORT = {
     "viewing": BASE | {"data", "lock", "metrics"},
     "callbacks": BASE
     | {"algorithms", "data", "loops", "machine", "metrics", "models", "modules", "viewing"},
-    "run": BASE | LEARNING | {"callbacks", "config", "lock", "machine", "optimizers", "viewing"},
+    "run": BASE
+    | LEARNING
+    | {"callbacks", "config", "former_names", "lock", "machine", "optimizers", "viewing"},
     "memory": BASE | LEARNING | {"callbacks", "config", "machine", "optimizers", "run"},
     "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
     "playing": BASE | LEARNING | {"config", "evaluation", "run", "viewing"},
@@ -66,11 +75,12 @@ MAY_IMPORT = {
     "import_gguf": {"config", "models", "run"},
     "install_vllm": set(),
     "keys": {"config"},
-    "page": {"config", "viewing"},
+    "new_environment": {"config"},
+    "page": {"config", "foreign_files", "viewing"},
     "play": {"config", "evaluation", "playing"},
     "replay": {"config", "run"},
     "serve": {"config", "deployment", "evaluation"},
-    "serve_environment": {"config", "environments", "serving"},
+    "serve_environment": {"access", "config", "environments"},
     "submit": {"config", "run"},
     "sync": {"config", "run"},
     "watch": {"config", "viewing"},

@@ -111,10 +111,10 @@ def test_wheel_contains_packages_configuration_and_types(wheel: Path) -> None:
     assert {
         "ragen_pl/py.typed",
         "ragen_pl/fit.py",
-        "envs/__init__.py",
-        "visual_envs/__init__.py",
+        "ragen_pl/envs/__init__.py",
+        "ragen_pl/visual_envs/adapters/gym.py",
     } <= names
-    assert not [name for name in names if name.startswith(("tests", "conf/", "benchmarks"))]
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ragen_pl"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

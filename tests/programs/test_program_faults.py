@@ -43,12 +43,37 @@ from ragen_pl.trajectory import EpisodeStatus
         ("ask('a'); os.symlink('/dev/zero', os.environ['RAGEN_RESULT'])", "RAGEN_RESULT cannot be"),
         ("ask('a'); os.mkdir(os.environ['RAGEN_RESULT'])", "RAGEN_RESULT cannot be"),
         ("ask('a'); report(info={'x': 'x' * (40 << 20)})", "has more than 33554432 bytes"),
+        ("ask('a'); report(reward=1, info={'x': 'x' * (2 << 20)})", "info has more than 1048576"),
+        ("ask('a'); report(reward=1, info={'x': [[]] * 200_000})", "has more than 100000 values"),
+        (r"ask('a'); report(reward=1, info={'x': '\ud800'})", "half a surrogate pair"),
+        (r"ask('a'); report(reward={'\udfff': 1})", "has a part named"),
+        (r"ask('a'); report(reward=1, info={'\ud800': 1})", "half a surrogate pair"),
+        (
+            "ask('a'); open(os.environ['RAGEN_RESULT'], 'w').write("
+            "'{\"reward\": 1, \"info\": {\"x\": %s%s}}' % ('[' * 900, ']' * 900))",
+            "nested more than 64 deep",
+        ),
+        (
+            "ask('a'); open(os.environ['RAGEN_RESULT'], 'w').write('[' * 90000)",
+            "result: no JSON",
+        ),
+        ("ask('a'); report(reward=1, info={'x': float('inf')})", "Infinity is no finite number"),
+        ("ask('a'); report(reward=1e38)", "program=1e.38, expected a finite number"),
+        ("answer = ask('a'); report(rewards={answer['id']: -1e39})", "expected a finite number"),
+        ("ask('a'); report(reward={'': 1})", "has a part named ''"),
+        ("ask('a'); report(reward={'x' * 200: 1})", "has a part named 'xxx"),
+        ("ask('a'); report(reward={'a\\nb': 1})", "has a part named"),
+        ("ask('a'); report(reward={str(n): 1 for n in range(65)})", "has 65 parts"),
+        ("ask('a'); report(reward=1, invalid=[['x']])", "the id of no response"),
+        ("ask('a'); report(reward=1, success=1)", "success=1, expected true or false"),
     ],
 )
 def test_an_episode_without_a_result_fails_with_the_reason(play, script, body, found):
     (episode,) = play(script(body))
     assert episode.status is EpisodeStatus.FAILED
     assert re.search(found, episode.error, flags=re.DOTALL), episode.error
+    # what is kept of it can be written
+    episode.error.encode()
 
 
 HANGING = """
@@ -253,3 +278,71 @@ report(reward=1)
     episodes = play(script(body), episodes=4, num_envs=1, workers=1, program_s=600.0)
     assert [episode.status for episode in episodes[:2]] == [EpisodeStatus.FAILED] * 2
     assert [episode.reward for episode in episodes[2:]] == [1.0, 1.0]
+
+
+WATCHED = """
+child = "import os, time; os.setsid(); time.sleep(600)"
+other = subprocess.Popen([sys.executable, "-S", "-c", child])
+def parent(process):
+    with open(f"/proc/{process}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+keeper = os.getppid()
+supervisor = parent(keeper)
+if SEED == 0:
+    ask("a")
+    with open(NOTE, "a") as file:
+        print(os.getpid(), other.pid, file=file)
+    KILL
+    time.sleep(600)
+other.kill()
+ask("b")
+report(reward=1)
+"""
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "os.kill(keeper, signal.SIGKILL)",
+        "os.kill(supervisor, signal.SIGKILL)",
+        "os.kill(supervisor, signal.SIGSTOP); os.kill(keeper, signal.SIGKILL)\n"
+        "    os.kill(supervisor, signal.SIGKILL)",
+    ],
+    ids=["keeper", "supervisor", "both"],
+)
+def test_a_program_that_kills_what_watches_it_ends_with_its_episode(play, script, tmp_path, kill):
+    """With what it has started in sessions of their own; the next episodes are played."""
+    note = tmp_path / "note"
+    body = WATCHED.replace("NOTE", repr(str(note))).replace("KILL", kill)
+    episodes = play(script(body), episodes=4, num_envs=1, workers=1, program_s=600.0)
+    assert [episode.status for episode in episodes[:2]] == [EpisodeStatus.FAILED] * 2
+    assert [episode.reward for episode in episodes[2:]] == [1.0, 1.0]
+    numbers = note.read_text().split()
+    assert len(numbers) == 4
+    for number in numbers:
+        while is_running(number):
+            time.sleep(0.01)
+
+
+def is_running(number: str) -> bool:
+    """Return whether a process runs; one that has ended may wait for its parent."""
+    with suppress(OSError):
+        return ") Z " not in Path(f"/proc/{number}/stat").read_text()
+    return False
+
+
+def test_a_program_that_removes_the_folders_of_all_spoils_its_own_episode_only(play, script):
+    """The next episode has a folder that is made anew."""
+    body = """
+import shutil
+assert not os.listdir()
+ask("a")
+if SEED == 0:
+    shutil.rmtree(os.path.dirname(os.path.dirname(os.getcwd())))
+    sys.exit(3)
+report(reward=1)
+"""
+    episodes = play(script(body), episodes=6, num_envs=1, workers=1, program_s=600.0)
+    assert [episode.status for episode in episodes[:2]] == [EpisodeStatus.FAILED] * 2
+    assert all("exit code 3" in episode.error for episode in episodes[:2])
+    assert [episode.reward for episode in episodes[2:]] == [1.0] * 4

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
+from ragen_pl.data.collate import collate
 from ragen_pl.trajectory import EpisodeStatus
 
 
@@ -37,6 +40,27 @@ report(reward=1, invalid=[answer["id"]])
     (turn,) = episode.turns
     assert not turn.action_is_valid
     assert turn.reward_terms == {"environment/program": 1.0, "format": -0.05}
+
+
+def test_trained_responses_do_not_pay_for_the_form_of_others(play, script, native_lm):
+    """The response of a judge is malformed, and called invalid too; the first one is trained on."""
+    body = """
+tools = [{"type": "function", "function": {"name": "price"}}]
+ask("a")
+judge = ask("b", tools=tools, metadata={"train": "false"})
+other = ask("c", metadata={"train": "false"})
+ask("d", tools=tools)
+report(reward=1, invalid=[judge["id"], other["id"]])
+"""
+    write = lambda _, turn: '<tool_call>{"name": 3}</tool_call>' if turn in (1, 3) else "good"  # noqa: E731
+    (episode,) = play(script(body), write)
+    assert [turn.trained for turn in episode.turns] == [True, False, False, True]
+    assert [turn.action_is_valid for turn in episode.turns] == [True, False, False, False]
+    assert [turn.reward_terms for turn in episode.turns] == [
+        {}, {}, {}, {"format": -0.05, "environment/program": 1.0},
+    ]  # fmt: skip
+    rewards = collate([episode], native_lm).episodes.turn_rewards
+    assert rewards.tolist() == [[0.0, pytest.approx(0.95)]]
 
 
 def test_a_part_of_a_response_has_one_reward(play, script):
@@ -98,3 +122,59 @@ def test_a_verifier_judges_in_the_programs_folder(play, script, tmp_path):
 def test_a_crash_costs_its_reward_where_one_is_set(play, script):
     (episode,) = play(script("ask('a'); sys.exit(3)"), crash_reward=-1.0)
     assert episode.status is EpisodeStatus.TERMINATED and episode.reward == -1.0
+
+
+def test_a_verifier_gets_the_variables_of_a_program_and_a_home_of_its_own(
+    play, script, tmp_path, monkeypatch
+):
+    """Not the trainer's, nor the folder in which the program may leave modules for it."""
+    monkeypatch.setenv("WANDB_API_KEY", "trainers")
+    monkeypatch.setenv("SHOP_KEY", "shops")
+    verifier = tmp_path / "verify.py"
+    verifier.write_text(
+        "import json, os\n"
+        "names = ('WANDB_API_KEY', 'SHOP_KEY', 'SHOP', 'OPENAI_API_KEY')\n"
+        "found = {name: os.environ.get(name, '') != '' for name in names}\n"
+        "home = os.environ['HOME']\n"
+        "print(json.dumps({'reward': 1, 'info': {**found, 'home': os.listdir(home), 'here': os.listdir()}}))"
+    )
+    (episode,) = play(
+        script("ask('a')\nopen('made', 'w').close()"),
+        verifier=[sys.executable, str(verifier)],
+        variables={"SHOP": "north"},
+        variables_env=["SHOP_KEY"],
+    )
+    assert episode.error is None
+    found = episode.turns[-1].info["program"]
+    assert [found[name] for name in ("WANDB_API_KEY", "SHOP_KEY", "SHOP", "OPENAI_API_KEY")] == [
+        False, True, True, False,
+    ]  # fmt: skip
+    assert found["home"] == [] and found["here"] == ["made"]
+
+
+def test_variables_that_are_passed_on_stand_in_nothing_that_is_kept(play, script, monkeypatch):
+    monkeypatch.setenv("SHOP_KEY", "very-secret")
+    body = """
+key = os.environ["SHOP_KEY"]
+print("the key is", key)
+ask("a")
+if SEED == 0:
+    sys.exit("no shop with " + key)
+report(reward=1, info={"key": key, "length": len(key)})
+"""
+    episodes = play(script(body), episodes=3, variables_env=["SHOP_KEY"])
+    assert "no shop with $SHOP_KEY" in episodes[0].error
+    kept = episodes[2].turns[-1].info["program"]
+    assert (kept["output"], kept["key"], kept["length"]) == (
+        "the key is $SHOP_KEY\n",
+        "$SHOP_KEY",
+        11,
+    )
+    assert not any("very-secret" in repr(episode) for episode in episodes)
+
+
+def test_a_variable_that_is_not_set_is_an_error():
+    from ragen_pl.programs.environment import ProgramEnvironment
+
+    with pytest.raises(ValueError, match="variables_env has NO_SUCH_KEY: no such environment"):
+        ProgramEnvironment(command=["a"], variables_env=["NO_SUCH_KEY"])

@@ -8,7 +8,10 @@ from program_client import CLIENT, SPEAK
 from trajectories import responses
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.programs.tasks import load_tasks, split_tasks
+from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.trajectory import EpisodeStatus
 
 
@@ -187,6 +190,59 @@ def test_tasks_come_from_files(play, script, tmp_path):
     assert set(asked) == {"user: a", "user: b"}
     # members of a group have the same task
     assert asked[::2] == asked[1::2]
+
+
+def lines(file, *questions):
+    file.write_text("".join(f'{{"question": "{one}"}}\n' for one in questions))
+    return str(file)
+
+
+def test_tasks_of_validation_are_not_those_of_training(tmp_path):
+    """By their content: from another file, or a fraction of all; and training has no other ones than those."""
+    tasks = lines(tmp_path / "tasks.jsonl", *"abcdefghij", *"abc")
+    other = lines(tmp_path / "other.jsonl", "j", "k")
+    asked = lambda rows: {row["question"] for row in rows}  # noqa: E731
+    training, validation = split_tasks(tasks, other)
+    assert (asked(training), asked(validation)) == (set("abcdefghi"), set("jk"))
+    training, validation = split_tasks(tasks, 0.25)
+    assert len(asked(validation)) == 3 and len(asked(training)) == 7
+    assert asked(training) | asked(validation) == set("abcdefghij")
+    # the order of the lines does not matter
+    turned = lines(tmp_path / "turned.jsonl", *"jihgfedcba")
+    assert asked(split_tasks(turned, 0.25)[1]) == asked(validation)
+    assert split_tasks(tasks, None) == (load_tasks(tasks), load_tasks(tasks))
+    for held_out, found in ((tasks, "all tasks of env.tasks"), (str(tmp_path / "no"), "no such")):
+        with pytest.raises(ValueError, match=rf"env\.validation_tasks={held_out}: {found}"):
+            split_tasks(tasks, held_out)
+    with pytest.raises(ValueError, match="has one task only"):
+        split_tasks(lines(tmp_path / "one.jsonl", "a", "a"), 0.5)
+
+
+def test_validation_plays_the_tasks_that_training_leaves_out(script, tmp_path):
+    command = script("ask(TASK['question']); report(reward=1)")
+    tasks = lines(tmp_path / "tasks.jsonl", *"abcdef")
+    manager = EnvironmentManager(
+        target="ragen_pl.programs.environment.ProgramEnvironment",
+        kwargs={"command": command, "tasks": tasks, "validation_tasks": 0.5},
+        prompt_format=PromptFormat.NATIVE,
+        timeout_s=None,
+        workers=6,
+    )
+
+    def played(held_out):
+        specs = [
+            EpisodeSpec(group=seed, member=0, seed=seed, held_out=held_out) for seed in range(24)
+        ]
+        slots = manager.open(specs)
+        assert not any(slot.error for slot in slots)
+        keys = set(manager.state_keys(slots))
+        manager.close(slots)
+        return keys
+
+    training, validation = played(False), played(True)
+    assert len(training) == len(validation) == 3 and training.isdisjoint(validation)
+    assert manager.redraws == 0
+    manager.close_idle()
 
 
 def test_parallel_calls_of_a_session_are_all_answered(play, script):

@@ -88,3 +88,20 @@ def test_default_settings_change_no_term(reward):
         reward, turn(environment=0.1, thinks=3, effective=False), turn(format=-0.05)
     )
     assert terms_of(trajectory) == [{"environment": 0.1}, {"format": -0.05}]
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        ThinkLength(amount=-1.0, high=8),
+        ActionEfficiency(penalty=1.0),
+        OverlongPenalty(penalty=1.0),
+    ],
+    ids=lambda reward: type(reward).__name__,
+)
+def test_the_form_of_a_response_that_is_not_trained_on_earns_nothing(reward):
+    form = {"thinks": 8, "effective": False, "hit_length_limit": True}
+    other = turn(**form)
+    other.trained = False
+    trajectory = shaped(reward, turn(**form), other)
+    assert trajectory.turns[0].reward == -1.0 and other.reward_terms == {}

@@ -237,7 +237,7 @@ def test_faulty_environment_fails_its_own_trajectory_only(play, timeout_s):
         "TypeError: test/Counter-v0 returned an observation of type int; expected a str, or a "
         "dict with 'text' (str) and 'image' (uint8 [height, width, 3]) or 'images' (a list of these)",
     ]
-    assert "reward nan" in errors[3] and "(64, 64)" in errors[4] and "float64" in errors[5]
+    assert "reward nan" in errors[3] and "(64, 64, 5)" in errors[4] and "float64" in errors[5]
     assert episodes[0].turns == [] and len(episodes[2].turns) == 1
 
 

@@ -256,3 +256,41 @@ def test_server_takes_connections_as_soon_as_it_is_made():
     server = AgentServer()
     socket.create_connection(("127.0.0.1", connect(server).port)).close()
     server.close()
+
+
+def retried(count: int) -> dict[str, str]:
+    return {"x-stainless-retry-count": str(count)}
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["connections open", "connections closed"])
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_parallel_retries_of_equal_requests_each_get_an_answer_of_their_own(
+    server, session, noticed, attempts
+):
+    """Whether or not the server has noticed that the clients gave up their first connections."""
+    number = 3
+    connections = [send(server, HELLO, key=session.key) for _ in range(number)]
+    calls = [take(session) for _ in range(number)]
+    for attempt in range(attempts):
+        before = [call.clients for call in calls]
+        if noticed:
+            for connection in connections:
+                hang_up(connection)
+            until(lambda: all(call.clients == 0 for call in calls))
+            before = [0] * number
+        left, connections = connections, []
+        for _ in range(number):
+            waiting = sum(call.clients for call in calls)
+            connections.append(send(server, HELLO, key=session.key, headers=retried(attempt + 1)))
+            until(lambda waiting=waiting: sum(call.clients for call in calls) == waiting + 1)
+        assert [call.clients for call in calls] == [count + 1 for count in before]
+        if not noticed:
+            for connection in left:
+                hang_up(connection)
+            until(lambda: all(call.clients == 1 for call in calls))
+    for place, call in enumerate(calls):
+        session.answer(call, answer_of(call, f"answer {place}"))
+    answers = [read(connection)[1] for connection in connections]
+    assert len({answer["id"] for answer in answers}) == number
+    assert {take(session, DELIVERED) for _ in calls} == set(calls)
+    assert session.events.empty() and session.counts == {"retries": number * attempts}

@@ -211,6 +211,33 @@ def test_ignored_without_a_line(server, caplog):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type='web_search'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "'a b'"),
         ({"tools": "weather"}, "tools"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name='weather'"),
+        ({"tools": [WEATHER], "tool_choice": "banana"}, "tool_choice='banana'"),
+        ({"tools": [WEATHER], "tool_choice": ["auto"]}, "tool_choice=['auto']"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "custom", "name": "weather"}},
+            "tool_choice=",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}},
+            "no tool 'time'",
+        ),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "no tool None"),
+        ({"tool_choice": "none", "tools": "weather"}, "tools"),
+        *(
+            ({name: value}, f"{name}={value!r}")
+            for names, values in (
+                (
+                    ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+                    ("abc", True, [0.5]),
+                ),
+                (("top_k", "seed"), ("5", 1.5, False, {})),
+                (("reasoning_effort", "verbosity"), (5, ["low"])),
+                (("reasoning", "chat_template_kwargs"), ("low", [])),
+            )
+            for name in names
+            for value in values
+        ),
         ({"stop": ""}, "stop"),
         ({"stop": [5]}, "stop"),
         ({"stop": list("abcdefghijklmnopq")}, "stop"),

@@ -298,7 +298,11 @@ def test_answer_sent_back_is_the_answer(message, changes):
 
     answer = answer_of(Given, message=message, **changes)
     output = response(answer, read_responses_request(HELLO, ImageReader()))["output"]
-    items = [user("hello"), *json.loads(json.dumps(output)), user("and?")]
+    results = [
+        {"type": "function_call_output", "call_id": call["id"], "output": "sun"}
+        for call in message.get("tool_calls", ())
+    ]
+    items = [user("hello"), *json.loads(json.dumps(output)), *results, user("and?")]
     sent = read_responses_request({"input": items}, ImageReader()).chat.messages[1]
     assert sent == dict(answer.message)
 

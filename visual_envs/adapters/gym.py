@@ -12,8 +12,9 @@ from gymnasium import spaces
 from gymnasium.error import DependencyNotInstalled
 from PIL import Image
 
-from envs.adapters.gym import Gym
-from envs.base import TEXT_CHARSET, Observation, checked_arguments
+from ...envs.adapters.gym import Gym
+from ...envs.adapters.pictures import on_white
+from ...envs.base import TEXT_CHARSET, Observation, checked_arguments
 
 Side = Annotated[int, Interval(ge=16, le=1024)]
 _TEXT = "choose an action"
@@ -37,6 +38,8 @@ class GymVisual(Gym):
     ## Arguments
     Those of `Gym`, and `height` and `width` in pixels.
     """
+
+    needs_trust = ("id", "settings")
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
 
@@ -78,7 +81,7 @@ class GymVisual(Gym):
             raise ImportError(
                 f"{error}; pip install 'ragen_pl[gym]' installs pygame for gymnasium's own images"
             ) from error
-        image = Image.fromarray(np.asarray(frame, dtype=np.uint8)[..., :3])
+        image = Image.fromarray(on_white(Image.fromarray(np.asarray(frame, dtype=np.uint8))))
         return np.asarray(image.resize((self.width, self.height), Image.Resampling.BOX))
 
     def _make(self, id: str, settings: dict[str, Any]) -> gymnasium.Env[Any, Any]:

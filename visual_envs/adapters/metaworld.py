@@ -12,8 +12,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.adapters.optional import optional_import
-from envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
+from ...envs.adapters.optional import optional_import
+from ...envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
 
 MOVES = {
     "Right": (1.0, 0.0, 0.0),
@@ -73,6 +73,8 @@ class MetaWorld(Environment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     action_names = (*MOVES, *_GRIPS)

@@ -10,8 +10,8 @@ import numpy as np
 from annotated_types import Interval
 from gymnasium import spaces
 
-from envs.adapters.minigrid import ACTIONS, MiniGrid
-from envs.base import TEXT_CHARSET, Observation, checked_arguments
+from ...envs.adapters.minigrid import ACTIONS, MiniGrid
+from ...envs.base import TEXT_CHARSET, Observation, checked_arguments
 
 
 class View(StrEnum):
@@ -62,6 +62,8 @@ class MiniGridVisual(MiniGrid):
     - `view`: "agent" for its field of view, "map" for the whole grid.
     - `tile`: pixels along a cell's side.
     """
+
+    needs_trust = ("id", "settings")
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
 

@@ -13,11 +13,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from PIL import Image
 
-from envs.adapters.optional import optional_import
-from envs.base import Observation
-from envs.tools import ToolEnvironment, ToolError, tool
-from visual_envs.adapters.miniwob_pages import CLICK, READ, SELECT, TYPE, Page, read_page
-from visual_envs.adapters.miniwob_policies import POLICIES, search
+from ...envs.adapters.optional import optional_import
+from ...envs.adapters.pictures import on_white
+from ...envs.base import Observation
+from ...envs.tools import ToolEnvironment, ToolError, tool
+from ..adapters.miniwob_pages import CLICK, READ, SELECT, TYPE, Page, read_page
+from ..adapters.miniwob_policies import POLICIES, search
 
 # a task ends after this many milliseconds of real time: never
 _NO_LIMIT = "core.EPISODE_MAX_TIME = 1e9;"
@@ -75,6 +76,8 @@ class MiniWoB(ToolEnvironment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     reward_range = (0.0, 1.0)
@@ -194,8 +197,7 @@ class MiniWoB(ToolEnvironment):
     def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
         """Return the image of the page (`render_mode="rgb_array"`)."""
         png = self.browser.instance.driver.get_screenshot_as_png()
-        image = Image.open(io.BytesIO(png)).convert("RGB").crop((0, 0, _WIDTH, _HEIGHT))
-        return np.asarray(image)
+        return on_white(Image.open(io.BytesIO(png)).crop((0, 0, _WIDTH, _HEIGHT)))
 
     def close(self) -> None:
         """End the browser."""

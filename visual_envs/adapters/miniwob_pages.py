@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envs.tools import ToolError
+from ...envs.tools import ToolError
 
 # The library numbers elements in its own way, by `ref`. It leaves out those without a size, as images are until they
 # are loaded, also those named in style sheets.

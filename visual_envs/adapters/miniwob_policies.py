@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
-from envs.tools import call_text
-from visual_envs.adapters.miniwob_pages import Element, Page
+from ...envs.tools import call_text
+from ..adapters.miniwob_pages import Element, Page
 
 Fields = Mapping[str, str]
 TaskPolicy = Callable[[Page, Fields], str]

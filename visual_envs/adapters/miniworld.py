@@ -14,8 +14,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.adapters.optional import optional_import
-from envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
+from ...envs.adapters.optional import optional_import
+from ...envs.base import TEXT_CHARSET, Count, Environment, Observation, checked_arguments
 
 _TEXT = "go to the red box"
 _TURN = 15
@@ -70,6 +70,8 @@ class MiniWorld(Environment):
     ## Version History
     - v0: first version.
     """
+
+    needs_trust = ()
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
     action_names = ("Left", "Right", "Forward")

@@ -82,6 +82,8 @@ class AdaptiveBilevelGAE(BilevelGAE):
         feedback: weight of the turns' rewards relative to the changes of the value.
     """
 
+    needs_trust = ()
+
     beta: float = 0.1
     low: Fraction = 0.8
     high: Fraction = 0.99

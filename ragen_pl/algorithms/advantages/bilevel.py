@@ -106,6 +106,8 @@ class BilevelGAE(Estimator):
         published: use the estimator as VAGEN publishes it.
     """
 
+    needs_trust = ()
+
     needs_values: ClassVar[bool] = True
     gamma_turn: Fraction = 0.95
     gamma_token: Fraction = 1.0

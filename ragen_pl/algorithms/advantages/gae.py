@@ -66,6 +66,8 @@ def masked_gae(
 class MaskedGAE(Estimator):
     """Token-level GAE over M_adv (StarPO with a critic)."""
 
+    needs_trust = ()
+
     needs_values: ClassVar[bool] = True
     gamma: Fraction = 1.0
     lam: Fraction = 1.0

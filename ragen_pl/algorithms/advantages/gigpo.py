@@ -185,6 +185,8 @@ class GroupInGroup(Estimator):
         ValueError: `scale_steps` without `step_baseline=all`.
     """
 
+    needs_trust = ()
+
     needs_groups: ClassVar[bool] = True
     needs_states: ClassVar[bool] = True
     gamma: Fraction = 0.95

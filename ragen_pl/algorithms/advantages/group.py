@@ -110,6 +110,8 @@ def rloo(returns: Tensor, group: Tensor) -> Tensor:
 class GroupRelative(Estimator):
     """Returns centered in their group, divided by its deviation (GRPO) or not (Dr. GRPO)."""
 
+    needs_trust = ()
+
     needs_groups: ClassVar[bool] = True
     scale_by_std: bool = True
 
@@ -127,6 +129,8 @@ class GroupRelative(Estimator):
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOut(Estimator):
     """Returns against the mean of the group's other members (RLOO)."""
+
+    needs_trust = ()
 
     needs_groups: ClassVar[bool] = True
 

@@ -115,7 +115,14 @@ def batch(returns: Tensor, *, eps: float = 1e-6, all_reduce: AllReduce | None = 
 class ReinforcePlusPlus(Estimator):
     """Discounted returns-to-go, whitened over the whole batch (REINFORCE++)."""
 
+    needs_trust = ()
+
     gamma: Fraction = 1.0
+
+    @property
+    def baseline(self) -> StandardizationScope | None:
+        """The batch, whose mean is subtracted at each token."""
+        return "batch"
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `reinforce_plus_plus` to the tokens of M_adv."""
@@ -133,6 +140,8 @@ class ReinforcePlusPlus(Estimator):
 class RawReturn(Estimator):
     """Returns as they are (ARPO)."""
 
+    needs_trust = ()
+
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `raw` to the returns."""
         return broadcast(raw(credit.returns), credit)
@@ -141,6 +150,8 @@ class RawReturn(Estimator):
 @dataclass(frozen=True, kw_only=True)
 class BatchRelative(Estimator):
     """Returns standardized over the whole batch, all ranks included (BRPO)."""
+
+    needs_trust = ()
 
     @property
     def standardizes(self) -> StandardizationScope | None:

@@ -64,7 +64,7 @@ def turn_gae(
     return advantages, returns
 
 
-class Baseline(StrEnum):
+class ValueAt(StrEnum):
     """Token of a turn before which the value of the turn is read."""
 
     FIRST_TOKEN = "first_token"
@@ -77,7 +77,7 @@ class TurnGAE(Estimator):
     """GAE with one step per turn, shared by the turn's tokens (turn-level PPO).
 
     The value of a turn is read before the first token that a critic learns at, so all tokens of the turn share an
-    unbiased estimate. `baseline=last_token` is the form of HyGAE (arXiv 2607.23605), of VAGEN's first turn-level PPO
+    unbiased estimate. `value_at=last_token` is the form of HyGAE (arXiv 2607.23605), of VAGEN's first turn-level PPO
     and of AgileRL: the value before the turn's last token already knows the other tokens of the turn, so these get
     none of the true gradient.
 
@@ -86,18 +86,20 @@ class TurnGAE(Estimator):
     Attributes:
         gamma: discount per turn.
         lam: lambda of GAE across turns.
-        baseline: token of a turn before which its value is read.
+        value_at: token of a turn before which its value is read.
     """
+
+    needs_trust = ()
 
     needs_values: ClassVar[bool] = True
     gamma: Fraction = 1.0
     lam: Fraction = 1.0
-    baseline: Baseline = Baseline.FIRST_TOKEN
+    value_at: ValueAt = ValueAt.FIRST_TOKEN
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `turn_gae` to the tokens of M_adv, with the values of their turns."""
         turn, values = torch.where(credit.advantage_mask, credit.turn, -1), credit.need_values(self)
-        if self.baseline is Baseline.FIRST_TOKEN:
+        if self.value_at is ValueAt.FIRST_TOKEN:
             turn_values = credit.turn_values(values)
         else:
             turn_values = at_turn_end(values.float(), turn=turn)

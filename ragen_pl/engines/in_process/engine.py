@@ -38,7 +38,8 @@ from ragen_pl.engines.protocol import (
     Prompt,
     RolloutSizes,
 )
-from ragen_pl.models.images import ImageFeatures, content_key
+from ragen_pl.models.image_features import ImageFeatures
+from ragen_pl.models.images import content_key
 from ragen_pl.models.inputs import (
     DecoderInputs,
     continued_inputs,
@@ -64,6 +65,8 @@ class TransformersEngine(InProcessRules):
     Raises:
         ValueError: The model's attention takes no masks, which padded prompts need.
     """
+
+    needs_trust = ()
 
     @checked
     def __init__(
@@ -176,7 +179,7 @@ class TransformersEngine(InProcessRules):
         prompts = [request.prompt.ids for request in requests]
         with self.forward_context():
             held = self._sessions(requests)
-            if held.cache.length == 0 and not self.bundle.facts.keeps_states:
+            if not self.bundle.facts.keeps_states and held.cache.length == 0:
                 self._prefill_shared(held, prompts)
             hidden = self._prefill(held, requests)
             responses = self._decode(held, requests, hidden, keep=keep)
@@ -201,7 +204,9 @@ class TransformersEngine(InProcessRules):
         # each prompt keeps a token of its own
         first, longest = prompts[0], min(len(ids) for ids in prompts) - 1
         rows = [ids[:longest] == first[:longest] for ids in prompts]
-        alike = np.all([*rows, first[:longest] != self.bundle.image_token_id], axis=0)
+        image = first[: longest + 1] == self.bundle.image_token_id
+        # the token before an image stays with it: some families find the image by it (Qwen2.5-Omni)
+        alike = np.all([*rows, ~image[:-1], ~image[1:]], axis=0)
         shared = longest if alike.all() else int(alike.argmin())
         if len(prompts) == 1 or shared < _SHARE_FROM:
             return
@@ -300,14 +305,16 @@ class TransformersEngine(InProcessRules):
         sampling = SamplingParameters.of(requests, banned=bundle.banned(device))
         limits = [request.max_tokens for request in requests]
         responses = Responses(limits, eos=bundle.eos_token_ids)
-        rows, cache, merged = np.arange(len(requests)), held.cache, held.cache.length
+        # a cache of states only does not know its length
+        slots_before = held.valid.shape[1]
+        rows, cache, merged = np.arange(len(requests)), held.cache, slots_before
         positions = held.next_position
         # no mask is needed while every slot holds a token of its row
         full = bool(held.valid.all())
         valid = None if full else functional.pad(held.valid, (0, max(limits)), value=True)
         for step in range(max(limits)):
-            token, *statistics = sampling.sample(bundle.lm_head(hidden), step)
-            unfinished = responses.add(rows, token, *statistics)
+            token, logprobs, entropies, kept = sampling.sample(bundle.lm_head(hidden), step)
+            unfinished = responses.add(rows, token, logprobs, entropies, kept)
             count = int(unfinished.sum())
             if count == 0:
                 break
@@ -317,7 +324,7 @@ class TransformersEngine(InProcessRules):
                     held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
                 index, rows = torch.from_numpy(unfinished.nonzero()[0]).to(device), rows[unfinished]
                 # only the cache of sessions that go on is read again
-                merged = cache.length
+                merged = slots_before + step
                 cache = cache.select(index, free=not keep or cache is not held.cache)
                 sampling, token = sampling.select(index), token[index]
                 positions = positions[index]
@@ -325,7 +332,7 @@ class TransformersEngine(InProcessRules):
                 if not keep:
                     # frees the memory of the other rows
                     held.cache = cache
-            slots = None if valid is None else valid[:, : cache.length + 1]
+            slots = None if valid is None else valid[:, : slots_before + step + 1]
             inputs = token_inputs(bundle, token, positions=positions, valid=slots)
             hidden = self._last_states(cache, inputs)
             positions = positions + 1

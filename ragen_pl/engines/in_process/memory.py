@@ -82,7 +82,7 @@ def sampling_bytes(
     if cache_bytes is not None:
         episodes = max(1, min(episodes, cache_bytes // session))
     rows = max(1, min(episodes, prefill_tokens // sizes.prompt))
-    vocabulary = int(bundle.model.get_output_embeddings().weight.shape[0])
+    vocabulary = bundle.logit_count
     image_tokens = sum(bundle.num_image_tokens(image) for image in sizes.images)
     return {
         "activations": sizes.prefill_bytes(rows),

@@ -14,6 +14,7 @@ class InProcessRules(EngineTraits):
 
     exact = True
     in_place = True
+    records_kept_ids = True
     shares_forward = True
     # asynchronous is False: its weights are those that are trained
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragen_pl.engines.protocol import Generation, GenerationRequest
 from ragen_pl.models.distribution import draw, entropy, log_distribution
-from ragen_pl.models.truncation import Truncation
+from ragen_pl.models.truncation import BANNED, Truncation
 from ragen_pl.seeding import uniforms
 
 
@@ -59,7 +59,9 @@ class SamplingParameters:
             truncations=_truncations(requests, device),
         )
 
-    def sample(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    def sample(
+        self, logits: Tensor, step: int
+    ) -> tuple[Tensor, Tensor, Tensor, list[np.ndarray] | None]:
         """Sample a token of each row.
 
         Args:
@@ -67,13 +69,25 @@ class SamplingParameters:
             step: Number of the token in the response.
 
         Returns:
-            Tokens, their log-probs and the entropies of their distributions, each `[rows]`.
+            Tokens, their log-probs and the entropies of their distributions, each `[rows]`, and the ids that were kept;
+            None where no row is truncated.
         """
         log_probs = log_distribution(logits, temperature=self.temperature, banned=self.banned)
         for truncation, rows in self.truncations:
             log_probs[rows] = truncation.truncated(log_probs[rows])
         token = draw(log_probs, self.uniforms[:, step], greedy=self.greedy)
-        return token, log_probs.gather(-1, token[:, None]).squeeze(-1), entropy(log_probs)
+        own = log_probs.gather(-1, token[:, None]).squeeze(-1)
+        return token, own, entropy(log_probs), self._kept(log_probs)
+
+    def _kept(self, log_probs: Tensor) -> list[np.ndarray] | None:
+        """Return the ids that each row of `[rows, vocab]` is truncated to, none for a row that keeps all."""
+        if not self.truncations:
+            return None
+        truncated = torch.stack([rows for _, rows in self.truncations]).any(dim=0)
+        inside = (log_probs > BANNED / 2) & truncated[:, None]
+        ids = inside.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+        counts = inside.sum(dim=1, dtype=torch.int32).cpu().numpy()
+        return np.split(ids, counts.cumsum()[:-1])
 
     def select(self, rows: Tensor) -> SamplingParameters:
         """Return the parameters of these rows."""
@@ -119,9 +133,16 @@ class Responses:
         self._tokens: list[np.ndarray] = []
         # log-probs and entropies stay on the device until the end
         self._statistics: list[Tensor] = []
+        # of each response, by the number of the token
+        self._kept: list[list[np.ndarray]] | None = None
 
     def add(
-        self, rows: np.ndarray, tokens: Tensor, logprobs: Tensor, entropies: Tensor
+        self,
+        rows: np.ndarray,
+        tokens: Tensor,
+        logprobs: Tensor,
+        entropies: Tensor,
+        kept: list[np.ndarray] | None = None,
     ) -> np.ndarray:
         """Append a token to the responses `rows`; tokens of finished responses are dropped later.
 
@@ -132,6 +153,13 @@ class Responses:
         self._rows.append(rows)
         self._tokens.append(ids)
         self._statistics.append(torch.stack([logprobs, entropies]))
+        if kept is not None:
+            if self._kept is None:
+                self._kept = [[] for _ in self.limits]
+            for row, ids_of_row in zip(rows.tolist(), kept, strict=True):
+                # not those of finished responses
+                if self.length[row] == 0:
+                    self._kept[row].append(ids_of_row)
         count = len(self._tokens)
         ended = np.array([token in self.eos for token in ids.tolist()])
         unfinished = self.length[rows] == 0
@@ -160,6 +188,15 @@ class Responses:
                 entropy=float(statistics[1, row, :length].mean()),
                 hit_length_limit=bool(self.hit_length_limit[row]),
                 version=version,
+                **self._kept_of(row),
             )
             for row, length in enumerate(self.length.tolist())
         ]
+
+    def _kept_of(self, row: int) -> dict[str, np.ndarray]:
+        """Return a response's `kept_ids` and `kept_counts`, empty where no response is truncated."""
+        if self._kept is None:
+            return {}
+        kept = self._kept[row]
+        counts = np.array([len(ids) for ids in kept], dtype=np.int32)
+        return {"kept_ids": np.concatenate(kept), "kept_counts": counts}

@@ -75,6 +75,8 @@ class VLLMEngine(VLLMRules):
         ValueError: vLLM does not know the model, or can't run it with these settings.
     """
 
+    needs_trust = ("*",)
+
     @checked
     def __init__(
         self,

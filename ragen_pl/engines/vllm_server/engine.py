@@ -92,6 +92,8 @@ class VLLMServerEngine(VLLMServerRules):
         ValueError: A server can't serve the policy, or does not answer.
     """
 
+    needs_trust = ("*",)
+
     @checked
     def __init__(
         self,

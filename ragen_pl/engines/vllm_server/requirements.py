@@ -124,7 +124,7 @@ class Requirements:
     async def _check_tokenizer(self, server: Server) -> None:
         """Compare the vocabulary, how a text is split, and the chat template."""
         tokenizer, renderer = self.bundle.tokenizer, self.bundle.renderer
-        vocabulary = list(range(len(tokenizer)))
+        vocabulary = list(self.bundle.token_ids)
         body: Json = {"prompt": _PROBE, "add_special_tokens": False}
         ids = (await server.call("POST", "/tokenize", body))["tokens"]
         text = (await server.call("POST", "/detokenize", {"tokens": vocabulary}))["prompt"]

@@ -81,7 +81,7 @@ def _adapter_problems(cfg: DictConfig) -> Iterator[str]:
             "transfer=folder or pull"
         )
         return
-    for key in ("use_dora", "target_parameters"):
+    for key in ("use_dora", "target_parameters", "rank_pattern", "alpha_pattern", "lora_bias"):
         if lora.get(key):
             yield (
                 f"rollout.engine.transfer=adapters: vLLM serves no adapters of model.build.lora.{key}={lora[key]}; "

@@ -5,7 +5,7 @@ A response is untrusted text: `parse_message` returns for any text and never rai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ragen_pl.prompts.tool_calls.gemma import GEMMA
@@ -20,7 +20,7 @@ from ragen_pl.prompts.tool_calls.message import (
 )
 from ragen_pl.prompts.tool_calls.qwen_xml import QWEN_XML
 from ragen_pl.prompts.tool_calls.scanned import ScannedText
-from ragen_pl.prompts.tool_calls.syntax import CallSyntax, Tools
+from ragen_pl.prompts.tool_calls.syntax import CallBlock, CallSyntax, Tools
 from ragen_pl.prompts.tool_calls.values import Malformed
 from ragen_pl.trajectory import Span
 
@@ -36,10 +36,11 @@ _SYNTAXES: dict[CallFormat, CallSyntax] = {
 def parse_message(
     text: str,
     *,
-    call_format: CallFormat,
+    call_format: CallFormat | None,
     thinks: ReasoningTags | None,
     opened: bool,
     tools: Mapping[str, Mapping[str, Any]],
+    names: Collection[str] | None = None,
 ) -> AssistantMessage:
     """Parse a response without its end-of-turn token.
 
@@ -49,11 +50,12 @@ def parse_message(
 
     Args:
         text: the response.
-        call_format: how calls are written.
+        call_format: how calls are written; None where there are no tools, and all but reasoning is content.
         thinks: the tags around reasoning; None if the template writes none.
         opened: whether the prompt ended with the opening tag.
         tools: JSON schema of the parameters by name of the tool. Formats without types of their own read values by
             it. Calls of other tools count too.
+        names: tools that may be called, a call of another one is not well formed; None for any.
 
     Examples:
         >>> from ragen_pl.prompts.tool_calls.message import THINK_TAGS
@@ -64,20 +66,27 @@ def parse_message(
         >>> parsed.reasoning, parsed.content, [(call.name, call.arguments) for call in parsed.calls]
         ('See.', 'On it.', [('go', {'to': 3})])
     """
-    return _Parser(text, _SYNTAXES[call_format], thinks, tools).parse(opened=opened)
+    syntax = None if call_format is None else _SYNTAXES[call_format]
+    return _Parser(text, syntax, thinks, tools, names).parse(opened=opened)
 
 
 class _Parser:
     """Goes through a text once; `_piece` is the start of the text that follows the last marker."""
 
     def __init__(
-        self, text: str, syntax: CallSyntax, thinks: ReasoningTags | None, tools: Tools
+        self,
+        text: str,
+        syntax: CallSyntax | None,
+        thinks: ReasoningTags | None,
+        tools: Tools,
+        names: Collection[str] | None,
     ) -> None:
         self._scanned = ScannedText(text)
         self._text = text
         self._syntax = syntax
         self._thinks = thinks
         self._tools = tools
+        self._names = names
         self._piece = 0
         self._contents: list[str] = []
         self._reasoning: list[str] = []
@@ -103,26 +112,30 @@ class _Parser:
 
     def _step(self, position: int) -> int:
         """Read up to the end of the next call or reasoning block."""
-        start = self._syntax.find(self._scanned, position)
+        syntax, length = self._syntax, len(self._text)
+        start = length if syntax is None else syntax.find(self._scanned, position)
         thought = self._next_thought(position)
         if thought <= start:
             self._label_text(position, thought)
-            if self._thinks is None or thought == len(self._text):
+            if self._thinks is None or thought == length:
                 return thought
             self._end_piece(thought)
             inside = thought + len(self._thinks.opening)
             self._label(Span.TAG, thought, inside)
             return self._reason(inside, self._thinks)
         self._label_text(position, start)
+        if syntax is None or start == length:
+            return length
         try:
-            block = self._syntax.read(self._scanned, start, self._tools)
+            block = syntax.read(self._scanned, start, self._tools)
+            self._check_names(block, start)
         except Malformed as fault:
             if self._problem is None:
                 self._problem = (
                     f"{fault.reason} at character {fault.position}: {self._excerpt(fault)}"
                 )
             reached = max(fault.reached, start + 1)
-            end = self._syntax.end_of_malformed(self._scanned, reached)
+            end = syntax.end_of_malformed(self._scanned, reached)
             end = min(end, self._next_thought(reached))
             self._label(Span.OTHER, start, end)
             return end
@@ -139,6 +152,13 @@ class _Parser:
         ]
         self._piece = block.end
         return block.end
+
+    def _check_names(self, block: CallBlock, start: int) -> None:
+        """Raise `Malformed` for a call of a tool that may not be called."""
+        for name, _ in block.calls:
+            if self._names is not None and name not in self._names:
+                reason = f"no tool {name[:40]!r} is offered"
+                raise Malformed(reason, start, reached=block.inside[1])
 
     def _next_thought(self, position: int) -> int:
         if self._thinks is None:

@@ -1,7 +1,8 @@
 """Calls as XML elements between `<tool_call>` and `</tool_call>`, as Qwen3.5 and later models write them.
 
 A value is the text between its tags, without the line break that the template writes after the opening tag and before
-the closing one. It cannot hold `</parameter>`. Its type is that of the parameter in the tool's JSON schema.
+the closing one. It cannot hold `</parameter>`. Its type is that of the parameter in the tool's JSON schema. Where the
+schema says no type, the value is the text, also where this could be read as JSON: servers of these models do the same.
 """
 
 from __future__ import annotations
@@ -72,13 +73,22 @@ def _types(parameter: Any, schema: Mapping[str, Any]) -> set[str]:
         read.add(id(part))
         declared = part.get("type")
         names = declared if isinstance(declared, list | tuple) else [declared]
-        types |= {name for name in names if isinstance(name, str)}
+        types |= {name for name in names if isinstance(name, str)} or _implied(part)
         if part.get("nullable") is True:
             types.add("null")
         for union in ("anyOf", "oneOf", "allOf"):
             choices = part.get(union)
             unread += choices if isinstance(choices, list | tuple) else []
         unread.append(_referenced(part.get("$ref"), schema))
+    return types
+
+
+def _implied(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema without `type` describes: those of its values, an object or an array."""
+    types = {kind for keyword, kind in _KEYWORDS.items() if keyword in schema}
+    values = schema.get("enum")
+    for value in [*(values if isinstance(values, list | tuple) else []), schema.get("const", "")]:
+        types |= _NAMES_OF_TYPES.get(type(value), set())
     return types
 
 
@@ -111,6 +121,7 @@ def _typed(text: str, types: set[str]) -> Any:
     return value if types & _NAMES_OF_TYPES[type(value)] else text
 
 
+_KEYWORDS = {"properties": "object", "additionalProperties": "object", "items": "array"}
 _NAMES_OF_TYPES: dict[type, set[str]] = {
     bool: {"boolean"},
     dict: {"object"},

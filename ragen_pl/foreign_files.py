@@ -1,0 +1,290 @@
+"""Files of somebody else: limits that hold before work is done on them, and nothing outside of their folder."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic_core import from_json
+
+try:
+    from yaml import CSafeLoader as PlainLoader
+except ImportError:  # PyYAML without libyaml
+    from yaml import SafeLoader as PlainLoader
+
+# of a file of settings: bytes, values, levels, and digits of a number
+_SETTINGS_BYTES, _SETTINGS_VALUES, _SETTINGS_DEPTH, _DIGITS = 1 << 18, 20_000, 64, 300
+_NUMBER = re.compile(r"[-+.0-9]\S*")
+# of a description of a model
+_DESCRIPTION_BYTES = 1 << 26
+# files of a model's folder whose texts are a vocabulary
+_VOCABULARY = ("tokenizer.json", "vocab.json", "added_tokens.json")
+# names that a library notes and opens nothing by
+_NOTES = ("_name_or_path", "name_or_path")
+_ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
+# weights in a pickle, a file of `torch.save`
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+# calls in a pickle that make room for a number of bytes or values
+_MAKE_ROOM = ("bytearray", "Tensor")
+_LOCAL_HEADER = b"PK\x03\x04"
+
+
+class ForeignFileError(ValueError):
+    """A file that is not read. The text is a clause that names it."""
+
+
+def is_inside(folder: Path, file: Path) -> bool:
+    """Return whether a file is a plain one inside a folder, whatever links lead to it."""
+    return file.is_file() and file.resolve().is_relative_to(folder.resolve())
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield all that is below a folder, without what is behind links, however deep it is."""
+    folders = [folder]
+    while folders:
+        for entry in sorted(folders.pop().iterdir()):
+            yield entry
+            if entry.is_dir() and not entry.is_symlink():
+                folders.append(entry)
+
+
+def link_in(folder: Path) -> Path | None:
+    """Return a link in a folder that leads out of it, None if there is none."""
+    return next(
+        (path for path in _entries(folder) if path.is_symlink() and not _is_of(folder, path)), None
+    )
+
+
+def _is_of(folder: Path, path: Path) -> bool:
+    """Return whether a path leads into a folder; that of a hub's snapshot includes the blobs of its cache."""
+    within = folder.resolve()
+    blobs = within.parent.parent / "blobs" if within.parent.name == "snapshots" else within
+    return any(map(path.resolve().is_relative_to, (within, blobs)))
+
+
+def check_plain(path: Path) -> None:
+    """Check that a file is a plain one, or that a folder has plain files only and no link.
+
+    Raises:
+        ForeignFileError: it is something else.
+    """
+    for each in [path, *(_entries(path) if path.is_dir() and not path.is_symlink() else ())]:
+        if each.is_symlink() or (each.exists() and not (each.is_file() or each.is_dir())):
+            raise ForeignFileError(f"{each} is a link or no plain file")
+
+
+def settings_text(file: Path) -> str:
+    """Return the YAML of a file of settings that can be read in a short time.
+
+    Raises:
+        ForeignFileError: it is too large, nested too deeply, or refers to parts of itself.
+        OSError: it can't be read.
+    """
+    if not file.is_file():
+        raise ForeignFileError(f"{file} is no plain file")
+    with file.open("rb") as stream:
+        data = stream.read(_SETTINGS_BYTES + 1)
+    if len(data) > _SETTINGS_BYTES:
+        raise ForeignFileError(f"{file} has more than {_SETTINGS_BYTES} bytes")
+    text = data.decode("utf-8", errors="replace")
+    depth = values = 0
+    try:
+        for event in yaml.parse(text, Loader=PlainLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            values += isinstance(event, yaml.ScalarEvent)
+            if isinstance(event, yaml.AliasEvent):
+                # each level of them can double the values
+                raise ForeignFileError(f"{file} has an alias (*{event.anchor[:20]})")
+            if depth > _SETTINGS_DEPTH or values > _SETTINGS_VALUES:
+                raise ForeignFileError(
+                    f"{file} has more than {_SETTINGS_DEPTH} levels or {_SETTINGS_VALUES} values"
+                )
+            if isinstance(event, yaml.ScalarEvent) and _is_long_number(event):
+                raise ForeignFileError(f"{file} has a number of more than {_DIGITS} digits")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ForeignFileError):
+            raise
+        raise ForeignFileError(f"{file}: {' '.join(str(error).split())[:200]}") from error
+    return text
+
+
+def _is_long_number(scalar: yaml.ScalarEvent) -> bool:
+    is_plain = bool(scalar.implicit[0])
+    return is_plain and len(scalar.value) > _DIGITS and _NUMBER.fullmatch(scalar.value) is not None
+
+
+def plain_json(text: str | bytes) -> Any:
+    """Return a JSON value of a limited depth.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply.
+    """
+    return from_json(text)
+
+
+def archive_problem(file: Path) -> str | None:
+    """Return what is wrong with a file of `torch.save` as a clause: it takes as much memory as it has bytes.
+
+    `torch.save` compresses nothing, and no two of its entries share bytes.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    if file.exists() and not file.is_file():
+        return "is no plain file"
+    try:
+        with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+            entries = archive.infolist()
+            for entry in entries:
+                stream.seek(entry.header_offset)
+                if stream.read(len(_LOCAL_HEADER)) != _LOCAL_HEADER:
+                    return "is damaged"
+    except (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile):
+        return "is damaged or no checkpoint"
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        return "is compressed, which torch.save does not do"
+    if sum(entry.file_size for entry in entries) > file.stat().st_size:
+        return "has entries that share bytes"
+    return None
+
+
+def pickle_problem(file: Path) -> str | None:
+    """Return what is wrong with the pickle in a file of `torch.save` as a clause: what it makes is in it.
+
+    Calls in a pickle may copy one text a thousand times. The pickle is read once without them.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                if name.endswith("/data.pkl"):
+                    content = archive.read(name)
+                    _Measure(io.BytesIO(content), limit=file.stat().st_size).load()
+    except ForeignFileError as error:
+        return str(error)
+    except Exception:  # a damaged pickle raises anything
+        return "is damaged or no checkpoint"
+    return None
+
+
+class _Measure(pickle._Unpickler):
+    """Reads a pickle without its calls, and counts what they would copy or make room for.
+
+    It is the one in Python: that in C makes room for as many objects as a file says.
+
+    Args:
+        stream: the pickle.
+        limit: bytes that all calls may take.
+    """
+
+    def __init__(self, stream: io.BytesIO, *, limit: int) -> None:
+        super().__init__(stream)
+        self.left = limit
+
+    def find_class(self, module: str, name: str) -> type:
+        """Return a class whose objects stand for what a call makes."""
+        return type(name, (_Made,), {"measure": self, "makes_room": name.endswith(_MAKE_ROOM)})
+
+    def persistent_load(self, pid: object) -> None:
+        """Return nothing for a tensor's values."""
+
+    def take(self, count: int) -> None:
+        """Count items or characters.
+
+        Raises:
+            ForeignFileError: they are more than the file has.
+        """
+        self.left -= count
+        if self.left < 0:
+            raise ForeignFileError("would take far more memory than it has bytes")
+
+
+class _Made(dict[Any, Any]):
+    """An object in place of one that a call in a pickle makes."""
+
+    measure: _Measure
+    makes_room: bool
+
+    def __new__(cls, *arguments: Any) -> Self:
+        """Count what a call is given."""
+        for each in arguments:
+            if isinstance(each, str | bytes | list | tuple | dict | set):
+                cls.measure.take(len(each))
+            elif isinstance(each, int) and cls.makes_room:
+                cls.measure.take(abs(each))
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def __setstate__(self, state: object) -> None:
+        """Take a state and keep nothing."""
+
+    def append(self, item: object) -> None:
+        """Take an item and keep nothing."""
+
+
+def model_folder_problem(folder: Path) -> str | None:
+    """Return what a model's folder would have opened outside of it, or why it can't be read, as a clause.
+
+    Libraries open what the folder's descriptions (`config.json`, `tokenizer_config.json`, lists of weights) name.
+    """
+    if (link := link_in(folder)) is not None:
+        return f"{link} is a link that leads out of the folder"
+    for file in sorted(folder.glob("*.json")):
+        if file.name in _VOCABULARY:
+            continue
+        if file.stat().st_size > _DESCRIPTION_BYTES:
+            return f"{file} has more than {_DESCRIPTION_BYTES} bytes"
+        try:
+            described = plain_json(file.read_bytes())
+        except ValueError as error:
+            return f"{file}: {' '.join(str(error).split())[:200]}"
+        for key, text in _named(described):
+            if file.name == _ADAPTERS and key == _BASE:
+                return f"{file}: {key}={text[:200]}: the folder holds adapters of another model"
+            if key not in _NOTES and _is_outside(folder, text):
+                return f"{file}: {key}={text[:200]} is a file outside of the folder"
+            if key == "use_pretrained_backbone":
+                return f"{file}: {key}=true loads another model"
+    pickles = sorted(file for pattern in _PICKLES for file in folder.glob(pattern))
+    for file in pickles:
+        if (problem := archive_problem(file) or pickle_problem(file)) is not None:
+            return f"{file} {problem}"
+    return None
+
+
+def _named(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts of a JSON value with the nearest key; true counts as a text of a switch."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _named(child, name)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _named(child, key)
+    elif isinstance(value, str):
+        yield key, value
+    elif value is True and key == "use_pretrained_backbone":
+        yield key, "true"
+
+
+def _is_outside(folder: Path, text: str) -> bool:
+    """Return whether a text names a file that is not in a folder, from the folder or from the present one."""
+    if not text or len(text) > 4096 or "\0" in text or "\n" in text:
+        return False
+    try:
+        paths = [folder / text, Path(text)]
+        return any(
+            path.exists() and not path.is_dir() and not _is_of(folder, path) for path in paths
+        )
+    except OSError:  # too long a name
+        return False

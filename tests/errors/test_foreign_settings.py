@@ -1,0 +1,361 @@
+"""What a folder of somebody else may say: every shipped class, and every command that takes a folder."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import yaml
+from composing import composed, resolved
+from omegaconf import OmegaConf
+
+from ragen_pl.config import ConfigError, config_dir
+from ragen_pl.config.check import class_path
+from ragen_pl.config.signatures import declared_trust, read_signature
+from ragen_pl.run import trust
+from ragen_pl.run.folder import Run
+from ragen_pl.run.loggers import RunLogger
+from ragen_pl.run.outbox import RefusedError
+from ragen_pl.run.replaying import read_settings
+from ragen_pl.run.train import open_run
+
+# arguments that name what is started, imported, opened or asked, of whatever class
+REACHING = {
+    "command", "function", "tasks", "verifier", "variables", "models", "host", "urls", "url", "uri", "path", "file",
+    "folder", "directory", "id", "module", "settings", "revision", "run_dir", "base_url", "answers", "endpoint",
+}  # fmt: skip
+# texts and numbers under such names
+HARMLESS = {
+    ("visual_envs.adapters.metaworld.MetaWorld", "tasks"),  # words of a closed list
+    ("visual_envs.adapters.miniwob.MiniWoB", "tasks"),  # words of a closed list
+}
+COMMANDS = ("evaluate", "play", "serve", "export")
+
+
+def shipped_classes() -> dict[str, str]:
+    """Return the class path of each class that a shipped configuration names, by that name."""
+
+    def named(node: Any) -> Iterator[str]:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if key in ("_target_", "target") and isinstance(value, str) and "." in value + "/.":
+                    yield value
+                yield from named(value)
+        elif isinstance(node, list):
+            for value in node:
+                yield from named(value)
+
+    files = [yaml.safe_load(file.read_text("utf-8")) for file in config_dir().rglob("*.yaml")]
+    names = {name for node in files for name in named(node) if name != "???"}
+    paths = {name: class_path(name) for name in names if not name.startswith("torch.")}
+    assert len(paths) > 80 and None not in paths.values()
+    return {name: str(path) for name, path in paths.items()}
+
+
+SHIPPED = shipped_classes()
+
+
+@pytest.mark.parametrize("path", sorted(set(SHIPPED.values())))
+def test_every_shipped_class_declares_what_others_may_not_set(path):
+    declared = declared_trust(path)
+    assert declared is not None, (
+        f"{path}: set needs_trust = (…), () for a class that reaches nothing"
+    )
+    arguments = read_signature(path).parameters
+    firsts = {pattern.partition(".")[0] for pattern in declared} - {"*"}
+    assert firsts <= arguments.keys()
+    if "*" not in declared:
+        reaching = {name for name in arguments if name in REACHING and (path, name) not in HARMLESS}
+        assert reaching <= firsts
+
+
+def test_a_class_without_a_declaration_is_refused(run, monkeypatch):
+    monkeypatch.setattr(trust, "declared_trust", lambda path: None)
+    with pytest.raises(ConfigError, match=r"(env\.target|model\.build\._target_)=.* may start"):
+        resolved(f"ckpt={run}")
+
+
+@functools.cache
+def ordinary() -> dict[str, Any]:
+    """Return the config of a run."""
+    cfg = composed("env=frozenlake", "model=small_lm", "validation.baselines=null")
+    return OmegaConf.to_container(cfg, resolve=True)
+
+
+def make_run(folder: Path, **changes: Any) -> Path:
+    """Write a run of nobody: its config without a signature, and a checkpoint without weights."""
+    settings = OmegaConf.create(ordinary())
+    for key, value in changes.items():
+        OmegaConf.update(settings, key.replace("__", "."), value, merge=False, force_add=True)
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(settings))
+    torch.save({"state_dict": {}}, folder / "checkpoints" / "last.ckpt")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def hostile(declared: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield arguments that a class needs trust for: a text, in a list or in a mapping."""
+    values = itertools.cycle(["hostile", ["sh", "-c"], {"A": {"B": "hostile"}}])
+    for pattern in declared:
+        first, *inner = pattern.replace("*", "x").split(".")
+        given: Any = next(values)
+        for name in reversed(inner):
+            given = {name: given}
+        yield {first: given}
+
+
+def places(name: str, path: str) -> Iterator[dict[str, Any]]:
+    """Yield changes of a run's config with hostile settings of a class, in each place that may name it."""
+    holders = itertools.cycle(["model__build", "validation__baselines", "rollout__engine"])
+    for arguments in hostile(declared_trust(path) or ()):
+        if path.startswith(("envs.", "visual_envs.", "ragen_pl.programs.")):
+            yield {"env__target": name, "env__kwargs": arguments}
+            if path.startswith("ragen_pl.programs."):
+                # keys that those of the class refer to
+                yield {"env__target": name, "env__kwargs": {}} | {
+                    f"env__{key}": value for key, value in arguments.items()
+                }
+        else:
+            place = next(holders)
+            node = {"_target_": name, **arguments}
+            yield {place: {"x": node} if place == "validation__baselines" else node}
+
+
+NEEDS = {name: path for name, path in SHIPPED.items() if declared_trust(path)}
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_hostile_settings_of_every_shipped_class_are_refused(name, tmp_path):
+    for number, changes in enumerate(places(name, NEEDS[name])):
+        folder = make_run(tmp_path / str(number), **changes)
+        with pytest.raises(ConfigError, match=r"config\.yaml: .*trust=true$") as caught:
+            resolved(f"ckpt={folder}")
+        assert "\n" not in str(caught.value)
+        if next(iter(changes)).startswith("model__"):
+            with pytest.raises(ConfigError, match=r"set trust=true$"):
+                read_settings(folder / "config.yaml", trusted=False)
+
+
+PROGRAM = "ragen_pl.programs.environment.ProgramEnvironment"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("kind", ["run", "exported"])
+def test_no_command_starts_what_a_folder_says(name, kind, command, tmp_path):
+    mark = tmp_path / "mark"
+    changes = {
+        "env__target": PROGRAM,
+        "env__kwargs": {"command": ["sh", "-c", f"touch {mark}"], "max_calls": 5},
+        "env__prompt_format": "native",
+    }
+    folder = make_run(tmp_path / "run", **changes)
+    if kind == "exported":
+        settings = {"settings": OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))}
+        folder = tmp_path / "exported"
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "qwen2"}')
+        (folder / "ragen_pl.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(settings)))
+    to = {"evaluate": ["to=out"], "export": ["to=out"]}.get(name, [])
+    refused = command(name, f"ckpt={folder}", *to).refused()
+    assert "env.kwargs.command.0=sh: by it" in refused and not mark.exists()
+
+
+def test_the_same_settings_of_this_account_are_taken(tmp_path):
+    folder = make_run(tmp_path / "run", env__target=PROGRAM, env__kwargs={"command": ["sh"]})
+    assert resolved(f"ckpt={folder}", "trust=true")
+    trust.write_settings(folder / "config.yaml", (folder / "config.yaml").read_text())
+    assert resolved(f"ckpt={folder}")
+    assert read_settings(folder / "config.yaml", trusted=False).env.kwargs.command == ["sh"]
+
+
+def test_the_command_line_replaces_what_a_folder_says(tmp_path):
+    kwargs = {"command": ["sh", "-c", "x"], "variables": {"A": "theirs", "B": "theirs"}}
+    folder = make_run(tmp_path / "run", env__target=PROGRAM, env__kwargs=kwargs)
+    own = ("env.kwargs.command=[python,mine.py]", "env.kwargs.variables={A: mine}")
+    with pytest.raises(ConfigError, match=r"env\.kwargs\.variables\.B=theirs"):
+        resolved(f"ckpt={folder}", *own)
+    assert resolved(f"ckpt={folder}", *own, "env.kwargs.variables.B=mine")
+    # another class on the command line gets no arguments of the file either
+    folder = make_run(tmp_path / "other", env__kwargs={"command": ["sh"]})
+    with pytest.raises(ConfigError, match=r"env\.kwargs\.command\.0=sh"):
+        resolved(f"ckpt={folder}", f"env.target={PROGRAM}")
+
+
+def test_replay_imports_no_module_that_a_folder_names(tmp_path, command):
+    mark = tmp_path / "mark"
+    (tmp_path / "theirs.py").write_text(f"open({str(mark)!r}, 'w')")
+    for number, changes in enumerate(
+        (
+            {"env__target": "theirs.Env"},
+            {"env__target": "theirs:ragen/Env-v0"},
+            {"update__x": {"_target_": "theirs.Env"}},
+            {"rollout__adaptive_temperature": {"_target_": "theirs.Env"}},
+            {"algorithm__critic_build": {"_target_": "theirs.Env"}},
+        )
+    ):
+        folder = make_run(tmp_path / str(number), **changes)
+        refused = command("replay", f"ckpt={folder}").refused()
+        assert "theirs" in refused and refused.endswith("set trust=true") and not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x]\nb: &b [*a, *a]\nenv: [*b, *b]\n",
+        "env: " + "[" * 5000,
+        "env: " + "1" * 5000,
+        "env: " + "1:" * 3000 + "1",
+        "env: [" + "x, " * 30_000 + "x]",
+        "a: " + "x" * 300_000,
+        "env: 3\nmodel: {build: {}}\n",
+        "model: {build: {}}\n",
+        "env: {}\nmodel: 5\n",
+        "env: {}\nmodel: {build: {}}\nrollout: []\n",
+        "- a\n",
+        "\x00",
+    ],
+    ids=range(12),
+)
+def test_settings_that_are_large_deep_or_of_other_types_are_refused(text, run, command):
+    (run / "config.yaml").write_text(text)
+    for name, key in (("evaluate", "to=out"), ("replay", "device=cpu")):
+        assert "config.yaml" in command(name, f"ckpt={run}", key).refused()
+
+
+class Listener(http.server.BaseHTTPRequestHandler):
+    """A server of somebody else, which notes what it is sent."""
+
+    seen: list[str]
+
+    def do_GET(self) -> None:
+        self.seen.append(f"{self.path} {self.headers}")
+        self.send_response(200)
+        self.end_headers()
+
+    do_POST = do_PUT = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def listener(monkeypatch) -> Iterator[tuple[str, list[str]]]:
+    """The address of a server, and what it was sent."""
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+    seen: list[str] = []
+    handler = type("Handler", (Listener,), {"seen": seen})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", seen
+    server.shutdown()
+    server.server_close()
+
+
+def tracked(run: Path, uri: str) -> Path:
+    (run / "mlflow_run.json").write_text(json.dumps({"run_id": "1" * 32, "tracking_uri": uri}))
+    (run / "mlflow").mkdir()
+    call = {"call": "file", "path": "config.yaml", "place": None}
+    (run / "mlflow" / "calls.jsonl").write_text(json.dumps(call) + "\n")
+    return run
+
+
+def test_sync_sends_nothing_where_a_folder_says(run, command, listener):
+    uri, seen = listener
+    tracked(run, uri)
+    before = sorted(run.rglob("*"))
+    refused = command("sync", f"run={run}").refused()
+    assert refused.startswith(f"run={run}: mlflow_run.json names {uri}, and nothing shows")
+    assert not seen and sorted(run.rglob("*")) == before
+    for damaged in ("[]", "{", '{"run_id": 1, "tracking_uri": []}', "[" * 10_000):
+        (run / "mlflow_run.json").write_text(damaged)
+        assert "mlflow_run.json: expected" in command("sync", f"run={run}").refused()
+
+
+def test_a_resumed_run_sends_nothing_where_a_folder_says(run, listener):
+    uri, seen = listener
+    tracked(run, uri)
+    settings = {"trust": False, "paths": {"root": str(run.parent)}}
+    with pytest.raises(ConfigError, match=r"mlflow_run\.json: tracking_uri=http.*set logger\.uri"):
+        RunLogger(run_dir=str(run), settings=settings)
+    assert not seen
+
+
+def test_links_are_never_sent(run, tmp_path):
+    from ragen_pl.run.mlflow_outbox import MlflowSender
+
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    tracked(run, "sqlite:///none.db")
+    (run / "plots").mkdir()
+    os.symlink(secret, run / "plots" / "a.png")
+    os.symlink(run / "checkpoints", run / "inside")
+    os.mkfifo(run / "pipe")
+    (run / "apart").mkdir()
+    os.symlink(tmp_path, run / "apart" / "all")
+    sender, client = MlflowSender(run), Mock()
+    sender._client = client
+    for path in (
+        "plots",
+        "plots/a.png",
+        "inside",
+        "inside/last.ckpt",
+        "apart",
+        "pipe",
+        "../secret",
+        str(secret),
+    ):
+        for call in ("file", "folder"):
+            with pytest.raises(RefusedError):
+                sender.send({"call": call, "path": path, "place": None})
+    with pytest.raises(RefusedError):
+        sender.send({"call": "traces", "path": "apart/all", "count": 1})
+    assert {call[0] for call in client.method_calls} <= {"get_run"}
+
+
+LINKED: dict[str, Callable[[Path, Path], None]] = {
+    "checkpoint": lambda run, secret: _linked(run / "checkpoints" / "best.ckpt", secret),
+    "folder": lambda run, secret: _linked(run / "csv", secret.parent),
+    "deep": lambda run, secret: _linked(run / "trajectories" / "a" / "b", secret),
+}
+
+
+def _linked(place: Path, secret: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    os.symlink(secret, place)
+
+
+@pytest.mark.parametrize("kind", LINKED)
+def test_a_folder_with_links_out_of_it_is_refused(run, tmp_path, command, kind):
+    (tmp_path / "secret").write_text("secret")
+    LINKED[kind](run, tmp_path / "secret")
+    for name in (*COMMANDS, "replay"):
+        more = ["to=out"] if name in ("evaluate", "export") else []
+        assert "is a link that leads out" in command(name, f"ckpt={run}", *more).refused(), name
+    cfg = composed("env=frozenlake", f"paths.run_dir={run}")
+    resumed = Run(run, run / "checkpoints" / "last.ckpt", resumed=True)
+    with pytest.raises(ConfigError, match="is a link that leads out"), open_run(cfg, resumed):
+        pass
+
+
+def test_page_reads_no_file_behind_a_link(tmp_path, command):
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "records").mkdir()
+    os.symlink(tmp_path / "secret", tmp_path / "records" / "trajectories.jsonl")
+    refused = command("page", f"records={tmp_path}/records").refused()
+    assert "is a link that leads out" in refused and "secret'" not in refused

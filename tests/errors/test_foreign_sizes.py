@@ -1,0 +1,238 @@
+"""Files of somebody else that would take far more time or memory than they have bytes, and models' folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ragen_pl.config import ConfigError
+from ragen_pl.data.recorded_step import RecordedStep
+from ragen_pl.foreign_files import model_folder_problem
+from ragen_pl.run.checkpoint_check import problem_of
+from ragen_pl.run.sharded_checkpoint import folder_for, read_apart, save_apart
+from ragen_pl.run.weights import read_checkpoint
+from ragen_pl.tensor_files import load_plain
+
+MIB = 1 << 20
+
+
+def compressed(file: Path) -> None:
+    """Write a checkpoint whose pickle is a thousand times as long as its file."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(
+            "archive/data.pkl", pickle.dumps({"state_dict": {}, "x": "0" * (300 * MIB)}, 2)
+        )
+        archive.writestr("archive/version", "3\n")
+
+
+def overlapping(file: Path) -> None:
+    """Write a checkpoint whose directory names the same bytes many times."""
+    torch.save({"state_dict": {"a": torch.zeros(MIB)}}, file)
+    content = file.read_bytes()
+    end = content.rindex(b"PK\x05\x06")
+    first, length = content.index(b"PK\x01\x02"), end - content.index(b"PK\x01\x02")
+    entries = content[first:end] * 50
+    tail = bytearray(content[end:])
+    count = int.from_bytes(tail[8:10], "little") * 50
+    tail[8:10] = tail[10:12] = count.to_bytes(2, "little")
+    tail[12:16] = (length * 50).to_bytes(4, "little")
+    tail[16:20] = first.to_bytes(4, "little")
+    file.write_bytes(content[:first] + entries + bytes(tail))
+
+
+def expanded(file: Path) -> None:
+    torch.save({"state_dict": {"a": torch.zeros(1).expand(2**40)}}, file)
+
+
+def expanded_often(file: Path) -> None:
+    base = torch.zeros(2 * MIB)
+    views = {str(n): base[n:].unfold(0, MIB, 1)[: 100 + n] for n in range(30)}
+    torch.save({"state_dict": views}, file)
+
+
+def sparse(file: Path) -> None:
+    huge = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1), (2**40,))
+    torch.save({"state_dict": {"a": huge}}, file)
+
+
+def meta(file: Path) -> None:
+    torch.save({"state_dict": {"a": torch.empty(2**40, device="meta")}}, file)
+
+
+def doubling(file: Path) -> None:
+    """Write a checkpoint of lists in lists, which a walk through it would see 2^40 times."""
+    inner: list[Any] = [1]
+    for _ in range(40):
+        inner = [inner, inner]
+    torch.save({"state_dict": {}, "x": inner}, file)
+
+
+def nested(file: Path) -> None:
+    inner: list[Any] = []
+    for _ in range(300):
+        inner = [inner]
+    torch.save({"state_dict": {}, "x": inner}, file)
+
+
+def circular(file: Path) -> None:
+    inner: list[Any] = []
+    inner.append(inner)
+    torch.save({"state_dict": {}, "x": inner}, file)
+
+
+def with_pickle(file: Path, content: bytes) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+        archive.writestr("archive/version", "3\n")
+
+
+def copying(file: Path) -> None:
+    """Write a checkpoint that copies a text of 1 MB three thousand times."""
+    text = b"X" + MIB.to_bytes(4, "little") + b"a" * MIB
+    begin = b"\x80\x02]q\x00" + text + b"q\x010X\x05\x00\x00\x00asciiq\x020c_codecs\nencode\nq\x030"
+    with_pickle(file, begin + b"h\x00" + b"(" + b"h\x03h\x01h\x02\x86R" * 3000 + b"e.")
+
+
+def roomy(file: Path) -> None:
+    """Write a checkpoint that asks for an array of 100 GB."""
+    with_pickle(
+        file, b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (10**11).to_bytes(5, "little") + b"\x85R."
+    )
+
+
+BOMBS: tuple[Callable[[Path], None], ...] = (
+    compressed, overlapping, expanded, expanded_often, sparse, meta, doubling, nested, circular, copying, roomy,
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:(Sparse|Validating sparse)")
+@pytest.mark.parametrize("write", BOMBS, ids=[each.__name__ for each in BOMBS])
+def test_a_checkpoint_takes_as_much_as_its_file_has(write, tmp_path):
+    file = tmp_path / "last.ckpt"
+    write(file)
+    used, largest = _processor_s(), _peak()
+    for read in (
+        load_plain,
+        lambda path: read_checkpoint(path, source="ckpt", hint="give another"),
+        RecordedStep.read,
+    ):
+        with pytest.raises((ValueError, ConfigError)) as caught:
+            read(file)
+        assert "\n" not in str(caught.value) and str(file) in str(caught.value)
+    assert _processor_s() - used < 20 and _peak() - largest < 400 * MIB
+    if write in (compressed, overlapping):
+        assert problem_of(file) is not None
+
+
+def _processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_ordinary_checkpoints_are_read(tmp_path):
+    file = tmp_path / "last.ckpt"
+    layer = torch.nn.Linear(300, 300)
+    shared = {"betas": (0.9, 0.999), "rows": [torch.arange(5)] * 20}
+    saved = {
+        "state_dict": layer.state_dict(),
+        "tied": layer.weight,
+        "mask": torch.ones(1, 8).bool().expand(64, 8),
+        "groups": [shared, shared],
+        "blob": bytes(range(256)) * 100,
+        "set": {1, 2},
+    }
+    torch.save(saved, file)
+    read = load_plain(file)
+    assert torch.equal(read["state_dict"]["weight"], layer.weight) and read["blob"] == saved["blob"]
+    assert read["groups"][0]["betas"] == (0.9, 0.999) and read["set"] == {1, 2}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_sharded_checkpoint_lists_no_more_than_it_has(tmp_path):
+    file = tmp_path / "last.ckpt"
+    folder = folder_for(file, unique="0" * 8)
+    checkpoint = {"state_dict": {"a": torch.ones(1000)}}
+    save_apart(checkpoint, folder)
+    assert torch.equal(read_apart(checkpoint, file)["state_dict"]["a"], torch.ones(1000))
+    listed = pickle.loads((folder / ".metadata").read_bytes())
+    listed.state_dict_metadata["weights/a"].size = torch.Size([2**40])
+    (folder / ".metadata").write_bytes(pickle.dumps(listed))
+    with pytest.raises(ValueError, match=r"lists tensors of 4398046511104 bytes and has"):
+        read_apart(checkpoint, file)
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A model's folder whose files open nothing else."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("secret")
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "_name_or_path": "/etc/passwd"})
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"vocab_file": "vocab.txt"}))
+    (folder / "vocab.txt").write_text("a")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-1.safetensors").write_bytes(b"")
+    return folder
+
+
+DESCRIPTIONS = [
+    ("tokenizer_config.json", {"vocab_file": "/etc/passwd"}),
+    ("tokenizer_config.json", {"vocab_file": "../secret"}),
+    ("tokenizer_config.json", {"tokenizer_file": "/dev/zero"}),
+    ("tokenizer_config.json", {"init_inputs": [{"merges_file": "../secret"}]}),
+    ("model.safetensors.index.json", {"weight_map": {"a": "../secret"}}),
+    ("adapter_config.json", {"base_model_name_or_path": "somebody/else"}),
+    ("config.json", {"vision_config": {"use_pretrained_backbone": True, "backbone": "a/b"}}),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), DESCRIPTIONS, ids=range(len(DESCRIPTIONS)))
+def test_a_models_folder_opens_nothing_outside_of_it(model, name, content, command):
+    assert model_folder_problem(model) is None
+    (model / name).write_text(json.dumps(content))
+    (model / "ragen_pl.yaml").write_text("settings: {}\n")
+    problem = model_folder_problem(model)
+    assert problem is not None and name in problem
+    for command_name in ("evaluate", "export"):
+        refused = command(command_name, f"ckpt={model}", "env=frozenlake", "to=out").refused()
+        assert problem in refused
+
+
+def test_a_models_folder_has_no_deep_file_no_link_and_no_inflated_weights(model, tmp_path):
+    (model / "generation_config.json").write_text('{"a":' * 5000)
+    assert "generation_config.json" in str(model_folder_problem(model))
+    (model / "generation_config.json").unlink()
+    os.symlink(tmp_path / "secret", model / "merges.txt")
+    assert "merges.txt is a link" in str(model_folder_problem(model))
+    (model / "merges.txt").unlink()
+    compressed(model / "pytorch_model.bin")
+    assert "pytorch_model.bin is compressed" in str(model_folder_problem(model))
+
+
+def test_a_snapshot_in_a_hubs_cache_is_read(model, tmp_path):
+    hub = tmp_path / "models--a--b"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "snapshots").mkdir()
+    snapshot = model.rename(hub / "snapshots" / "0123")
+    (snapshot / "vocab.txt").rename(hub / "blobs" / "ab")
+    os.symlink("../../blobs/ab", snapshot / "vocab.txt")
+    assert model_folder_problem(snapshot) is None
+    (snapshot / "vocab.txt").unlink()
+    os.symlink(tmp_path / "secret", snapshot / "vocab.txt")
+    assert "is a link" in str(model_folder_problem(snapshot))

@@ -1,0 +1,79 @@
+"""The best validation of a run, those before the first iteration and of the last weights among them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragen_pl.callbacks.checkpoint import BestCheckpoint
+
+
+def fit(setup, folder, scores, **changes):
+    """Run three iterations of four steps with these successes and returns, in the order of the validations."""
+    agent, datamodule = setup.build()
+    left = list(scores)
+
+    def log_scores() -> None:
+        success, mean_return = left.pop(0)
+        agent.log_dict({"val/success": success, "val/return": mean_return})
+
+    agent.on_validation_epoch_end = log_scores
+    best = BestCheckpoint()
+    best.dirpath = str(folder)
+    setup.build = lambda: (agent, datamodule)
+    agent, _, _ = setup.fit(
+        best,
+        enable_checkpointing=True,
+        check_val_every_n_epoch=2,
+        default_root_dir=folder,
+        **changes,
+    )
+    return agent, best, left
+
+
+@pytest.mark.parametrize(
+    "scores, step",
+    [
+        # before the first iteration, after the second and after the third, the last one
+        ([(0.9, 0.0), (0.5, 0.0), (0.6, 0.0)], 0),
+        ([(0.1, 0.0), (0.5, 0.0), (0.4, 0.0)], 8),
+        ([(0.1, 0.0), (0.5, 0.0), (0.6, 0.0)], 12),
+        # of equals by the return, else the earliest
+        ([(0.9, 0.2), (0.9, 0.1), (0.9, 0.2)], 0),
+        ([(0.9, 0.2), (0.9, 0.1), (0.9, 0.3)], 12),
+        # an environment without success
+        ([(0.0, -3.0), (0.0, -1.0), (0.0, -2.0)], 8),
+        ([(0.0, -3.0), (0.1, -9.0), (0.0, -2.0)], 8),
+    ],
+)
+def test_all_validations_compete(setup_of, tmp_path, scores, step):
+    _, best, left = fit(setup_of(), tmp_path, scores)
+    saved = torch.load(tmp_path / "best.ckpt", weights_only=True)
+    assert not left and saved["global_step"] == step
+    (state,) = [value for name, value in saved["callbacks"].items() if "BestCheckpoint" in name]
+    assert state["best_model_path"] == best.best_model_path == str(tmp_path / "best.ckpt")
+    assert (float(state["best_model_score"]), state["best_return"]) == pytest.approx(
+        scores[[0, 8, 12].index(step)]
+    )
+
+
+def test_a_run_resumes_from_the_weights_before_its_first_iteration(setup_of, tmp_path):
+    scores = [(0.9, 0.0), (0.5, 0.0), (0.6, 0.0)]
+    whole, _, _ = fit(setup_of(), tmp_path / "whole", scores)
+    resumed, best, left = fit(
+        setup_of(), tmp_path / "whole", scores[1:], ckpt_path=str(tmp_path / "whole" / "best.ckpt")
+    )
+    assert not left and float(best.best_model_score) == pytest.approx(0.9)
+    for weight, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+
+
+def test_a_run_that_ends_by_steps_validates_its_last_weights(setup_of, tmp_path):
+    _, _, left = fit(setup_of(), tmp_path, [(0.1, 0.0), (0.2, 0.0)], max_steps=3, max_epochs=9)
+    assert not left
+    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["global_step"] == 3
+
+
+def test_nothing_is_validated_without_batches(setup_of, tmp_path):
+    fit(setup_of(), tmp_path, [], limit_val_batches=0)
+    assert not (tmp_path / "best.ckpt").exists()

@@ -1,0 +1,90 @@
+"""Requests that are far longer than the context are refused for work that depends on the context only."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from native_prompts import bundle_of
+
+from ragen_pl.engines.protocol import Prompt
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.conversation import Conversation
+from ragen_pl.prompts.histories import RecordedCall
+from ragen_pl.prompts.requests import RequestRefusedError
+from ragen_pl.trajectory import FIRST, JOINED, ChatRequest, Observation
+
+TEXTS = {
+    "words": "words and other words, ",
+    "one word": "x",
+    "blanks": " ",
+    "letters": "é",
+    "control tokens": "<|im_end|>",
+}
+LENGTH = 4_000_000
+
+
+class Asking:
+    """A program's conversation with a context of so many tokens."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.context = ContextManager(
+            bundle_of("qwen2_5"), window="all", system_prompt=None, max_tokens=max_tokens
+        )
+        self.talk: Conversation = self.context.start("", tools=())
+        self.messages: list[dict[str, str]] = []
+
+    def ask(self, text: str) -> Prompt:
+        """Return the prompt of the history and a text, which joins the history if it is not refused."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        self.request = ChatRequest(messages=messages)
+        observation = Observation(text="", request=self.request)
+        self.prompt = self.context.observe(self.talk, observation, max_turns=9)
+        self.messages = [*messages]
+        return self.prompt
+
+    def answer(self, text: str) -> None:
+        message = {"role": "assistant", "content": text}
+        recorded = RecordedCall(
+            request=self.request,
+            message=message,
+            prompt=self.prompt,
+            response_ids=self.context.encode_response(text),
+        )
+        self.talk.calls.append(recorded)
+        self.messages.append(message)
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if name != "blanks"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_far_too_long_request_is_not_encoded_as_a_whole(name, joined):
+    asking = Asking(2000)
+    if joined:
+        asking.ask("Hi")
+        asking.answer("Tea")
+    text = TEXTS[name] * (LENGTH // len(TEXTS[name]))
+    begin = time.thread_time()
+    with pytest.raises(RequestRefusedError, match="more than the 2000 tokens") as refused:
+        asking.ask(text)
+    assert refused.value.code == "context_length_exceeded"
+    # the tokenizer alone takes many times as long
+    assert time.thread_time() - begin < 2.0
+    # the program may go on with less
+    asking.ask("short")
+    assert asking.talk.history == (JOINED if joined else FIRST)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_fits_is_encoded_as_before(name):
+    """A prompt is never refused that has as many tokens as the context, or somewhat more."""
+    text = TEXTS[name] * 300
+    whole = Asking(1 << 30).ask(text).ids
+    for limit in (len(whole), len(whole) - 20):
+        assert Asking(limit).ask(text).ids.tolist() == whole.tolist()
+
+
+def test_long_texts_are_not_kept():
+    asking = Asking(1 << 20)
+    for number in range(3):
+        asking.ask(f"{number} " + "text " * 3000)
+    assert max(len(text) for _, text in asking.context._encoder._encoded) <= 10_000

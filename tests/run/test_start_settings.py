@@ -1,0 +1,80 @@
+"""A run that starts again with other settings says which, and keeps the config of each start."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from composing import composed
+from omegaconf import OmegaConf
+
+from ragen_pl.run.checkpoints import Checkpoint
+from ragen_pl.run.folder import Run
+from ragen_pl.run.start_settings import keep_settings, newest_settings
+from ragen_pl.run.train import open_run
+from ragen_pl.run.trust import is_own
+
+BASE = ("env=frozenlake", "logger=none")
+
+
+def start(folder, *overrides, resumed=True):
+    return keep_settings(composed(*BASE, *overrides), folder, resumed=resumed)
+
+
+def test_each_start_with_other_settings_has_a_config_and_a_line(tmp_path):
+    first, nothing = start(tmp_path, resumed=False)
+    assert (first.name, nothing) == ("config.yaml", None)
+    text = first.read_text()
+    # a resume itself is no difference
+    assert start(tmp_path, "ckpt_path=last", f"paths.run_dir={tmp_path}") == (first, None)
+    second, line = start(
+        tmp_path, "ckpt_path=last", "seed=7", "rollout.temperature=0.7", "env.max_turns=3"
+    )
+    assert second.name == "config_2.yaml" and is_own(second) and OmegaConf.load(second).seed == 7
+    assert line is not None and "\n" not in line and "config_2.yaml" in line
+    for change in ("seed 0 -> 7", "rollout.temperature 1.0 -> 0.7", "env.max_turns "):
+        assert change in line
+    assert start(tmp_path, "seed=7", "rollout.temperature=0.7", "env.max_turns=3") == (second, None)
+    third, line = start(tmp_path, "env=bandit")
+    assert third.name == "config_3.yaml" and "env.name frozenlake -> bandit" in (line or "")
+    assert first.read_text() == text
+    assert newest_settings(tmp_path) == third
+    # later commands use the settings of the weights
+    used = Checkpoint(tmp_path / "checkpoints" / "last.ckpt", tmp_path)
+    assert used.settings_file == third and used.settings()["env"]["name"] == "bandit"
+
+
+def test_the_tenth_start_comes_after_the_ninth(tmp_path):
+    for number in range(11):
+        start(tmp_path, f"seed={number}", resumed=number > 0)
+    assert newest_settings(tmp_path).name == "config_11.yaml"
+
+
+def test_values_of_text_are_named_only(tmp_path):
+    start(tmp_path, "context.system_prompt=before", resumed=False)
+    _, line = start(tmp_path, "context.system_prompt=after")
+    assert "context.system_prompt" in (line or "") and "after" not in (line or "")
+
+
+@pytest.mark.parametrize("text", ["- a list\n", "a: [", "\udcff"])
+def test_a_config_that_can_not_be_read_is_no_traceback(text, tmp_path):
+    file, _ = start(tmp_path, resumed=False)
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    assert "config.yaml: can't be read" in (start(tmp_path, "seed=7")[1] or "")
+
+
+def test_a_start_says_what_differs_and_names_its_config(tmp_path, caplog):
+    run = Run(tmp_path)
+    with open_run(composed(*BASE), run):
+        pass
+    damaged = tmp_path / "starts.jsonl"
+    damaged.write_bytes(damaged.read_bytes() + b'\xff\xfe"\n5\n')
+    with (
+        caplog.at_level(logging.WARNING),
+        open_run(composed(*BASE, "seed=7"), Run(tmp_path, resumed=True)),
+    ):
+        pass
+    lines = [message for message in caplog.messages if "seed 0 -> 7" in message]
+    assert len(lines) == 1
+    assert sum("starts.jsonl: a line can't be read" in text for text in caplog.messages) == 2
+    assert b'"settings": "config_2.yaml"' in damaged.read_bytes()

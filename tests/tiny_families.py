@@ -1,0 +1,381 @@
+"""Tiny random models of transformers' families, with processors for those that see images.
+
+A config's sizes are set by their names, wherever a family has them. What a family needs beyond is in `SETTINGS`, and
+the processors of families with images in `PROCESSORS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from families import INTERNVL
+from family_tokenizers import TOKENIZERS
+from tokenizers import AddedToken
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
+
+from ragen_pl.models.build import _check_family
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.dropout import switch_dropout_off, switch_modules_off
+from ragen_pl.models.pretrained import model_class, sees_images
+
+# control tokens of any family with images, by attribute of the tokenizer
+MARKS = {
+    "image_token": "<image>", "video_token": "<video>", "audio_token": "<audio>", "boi_token": "<boi>",
+    "eoi_token": "<eoi>", "image_start_token": "<img>", "image_end_token": "</img>", "video_start_token": "<vid>",
+    "video_end_token": "</vid>", "vision_bos_token": "<img>", "vision_eos_token": "</img>", "audio_bos_token": "<aud>",
+    "audio_eos_token": "</aud>", "img_line_break_token": "<line>", "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>", "image_id_start_token": "<id>", "image_id_end_token": "</id>",
+    "image_boundary_token": "<fake>", "start_image_token": "<img>", "end_image_token": "</img>",
+    "context_image_token": "<image>",
+}  # fmt: skip
+CONTROL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", *MARKS.values(), "<IMG_START>", "<IMG_END>", "<IMG_ATOM>",
+    "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>",
+    "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL", "<imgpad>",
+)  # fmt: skip
+
+WIDTH, HEADS = 32, 4
+DECODER: dict[str, Any] = {
+    "hidden_size": WIDTH, "n_embd": WIDTH, "d_model": WIDTH, "dim": WIDTH, "embedding_size": WIDTH,
+    "word_embed_proj_dim": WIDTH, "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48, "dff": 48,
+        "ffn_hidden_size": 48,
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "decoder_layers": 2,
+    "num_attention_heads": HEADS, "n_head": HEADS, "n_heads": HEADS, "num_heads": HEADS,
+        "decoder_attention_heads": HEADS,
+    "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "max_position_embeddings": 2048, "n_positions": 2048,
+    "n_ctx": 2048, "max_seq_len": 2048,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_k": 2, "moe_top_k": 2, "moe_topk": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "num_shared_experts": 1, "num_kv_shared_layers": 0,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "qk_head_dim": 16,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_num_heads": 4,
+    "mamba_head_dim": 16, "ssm_state_size": 8, "state_size": 8, "time_step_rank": 4, "mamba_dt_rank": 4,
+    "mamba_d_ssm": 64, "sliding_window": 7, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "lru_width": WIDTH,
+    "attention_window_size": 7, "block_size": 8, "rotary_dim": 4, "dim_head": 8, "dim_ff": 48,
+}  # fmt: skip
+EYES: dict[str, Any] = {
+    "hidden_size": 16, "embed_dim": 16, "intermediate_size": 24, "depth": 2, "num_hidden_layers": 2, "num_layers": 2,
+    "num_attention_heads": 2, "num_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "image_size": 32,
+    "patch_size": 8, "out_hidden_size": WIDTH, "output_dim": WIDTH, "vision_use_head": False, "num_global_layers": 1,
+    "projection_dim": WIDTH,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+
+
+def fields_of(kind: type[PretrainedConfig]) -> set[str]:
+    """Return the names of a config's keys."""
+    return {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+
+
+def sizes(kind: type[PretrainedConfig], *, small: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return small values for a config's keys, and for those of its parts."""
+    names = fields_of(kind)
+    values = {key: value for key, value in (small or DECODER).items() if key in names}
+    if "kv_lora_rank" in names:
+        # latent attention has keys and values for each head
+        values |= {key: HEADS for key in ("num_key_value_heads",) if key in names}
+    for part, spec in kind.sub_configs_defaults.items():
+        vision = "text" not in part and "decoder" not in part
+        name = spec.model_type or spec.config_class.model_type
+        part_kind = CONFIG_MAPPING[name] if spec.model_type else spec.config_class
+        known = sizes(part_kind, small=EYES if vision else DECODER)
+        values[part] = (spec.init_kwargs or {}) | known | {"model_type": name}
+    return values
+
+
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return values with changes, those of parts key by key; a part with another model type is replaced."""
+    result = dict(values)
+    for key, change in changes.items():
+        old = result.get(key)
+        if isinstance(change, dict) and isinstance(old, dict):
+            kind = change.get("model_type", old.get("model_type"))
+            if kind != old.get("model_type"):
+                vision = "text" not in key
+                old = sizes(CONFIG_MAPPING[kind], small=EYES if vision else DECODER)
+            result[key] = old | change
+        else:
+            result[key] = change
+    return result
+
+
+def tokenizer(slot: str = "<image>") -> PreTrainedTokenizerFast:
+    """Return a tokenizer of some hundred tokens with the control tokens of all families.
+
+    Args:
+        slot: What the template writes for an image.
+    """
+    made = TOKENIZERS["smollm2"](
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=MARKS,
+        chat_template=INTERNVL.replace("<IMG_CONTEXT>", slot),
+    )
+    made.add_tokens([AddedToken(token, special=True) for token in dict.fromkeys(CONTROL)])
+    return made
+
+
+def token_ids(words: PreTrainedTokenizerFast, names: set[str]) -> dict[str, int]:
+    """Return the ids of control tokens by the names of a config's keys."""
+    ids = {f"{name}_id": words.convert_tokens_to_ids(token) for name, token in MARKS.items()}
+    ids |= {key.replace("_id", "_index"): value for key, value in ids.items()}
+    ids |= {
+        "vision_start_token_id": ids["vision_bos_token_id"],
+        "vision_end_token_id": ids["vision_eos_token_id"],
+        "boi_token_id": ids["boi_token_id"],
+    }
+    return {key: value for key, value in ids.items() if key in names}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "mistral4": {"first_k_dense_replace": 0, "num_key_value_heads": HEADS},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "hidden_size": 32, "expand": 2, "chunk_size": 8},
+    "ernie4_5_vl_moe": {
+        "text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 2]}, "moe_intermediate_size": [16, 16],
+            "moe_num_shared_experts": 1,
+                        "mlp_layer_types": ["sparse", "sparse"]},
+        "vision_config": {"patch_size": 14, "hidden_size": 16},
+    },
+    "aya_vision": {
+        "text_config": {"model_type": "cohere2"}, "vision_config": {"model_type": "siglip_vision_model"},
+        "downsample_factor": 2, "adapter_layer_norm_eps": 1e-6,
+    },
+    "cohere2_vision": {
+        "text_config": {"model_type": "cohere2"}, "vision_config": {"model_type": "siglip_vision_model"},
+        "downsample_factor": 2, "alignment_intermediate_size": 32,
+    },
+    "granite_vision": {
+        "text_config": {"model_type": "granite", "logits_scaling": 6.0},
+        "vision_config": {"model_type": "clip_vision_model", "image_size": 16}, "vision_feature_layer": -1,
+        "image_grid_pinpoints": [[16, 32], [32, 16]],
+    },
+    "hyperclovax": {"logits_scaling": 0.3},
+    "deepseek_vl": {"text_config": {"model_type": "llama"}},
+    "janus": {"text_config": {"model_type": "llama"}, "vision_config": {"num_image_tokens": 16, "mlp_ratio": 2.0,
+              "projection_dim": WIDTH}, "vq_config": {"embed_dim": 16, "num_embeddings": 32, "base_channels": 32,
+              "channel_multiplier": [1, 1], "num_res_blocks": 1, "projection_dim": WIDTH,
+                  "image_token_embed_dim": WIDTH}},
+    "qwen2_5_omni_thinker": {
+        "text_config": {"rope_parameters": MROPE, "sliding_window": None},
+        "vision_config": {"patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56},
+        "audio_config": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+                         "output_dim": WIDTH, "num_mel_bins": 8},
+    },
+    "qwen3_omni_moe_thinker": {
+        "text_config": {"rope_parameters": MROPE | {"mrope_interleaved": True}, "sliding_window": None},
+        "vision_config": {"patch_size": 16, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+        "audio_config": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+                         "output_dim": WIDTH, "num_mel_bins": 8, "downsample_hidden_size": 8},
+    },
+    "granite_docling": {"vision_config": {"scale_factor": 2}},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2",
+                        "image_grid_pinpoints": [[16, 32], [32, 16]], "vision_config": {"image_size": 16},
+                        "qformer_config": {"num_attention_heads": 2, "intermediate_size": 16, "hidden_size": 16,
+                            "encoder_hidden_size": 16}},
+    "perception_lm": {
+        "text_config": {"model_type": "llama"}, "projector_pooling_ratio": 2, "vision_use_cls_token": True,
+        "vision_config": {"architecture": "vit_pe_core_large_patch14_336", "model_args": {
+            "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": [32, 32], "patch_size": [8, 8], "global_pool": "",
+            "use_post_transformer_norm": False, "init_values": 0.1, "ref_feat_shape": [4, 4]}},
+    },
+    "ovis2": {"visual_indicator_token_ids": [300, 301, 302, 303, 304], "text_config": {"model_type": "qwen2"},
+        "vision_config": {"hidden_stride": 2, "vocab_size": 64},
+              "hidden_size": WIDTH},
+    "idefics2": {"text_config": {"model_type": "mistral"}, "vision_config": {"image_size": 32},
+                 "perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
+                                      "resampler_head_dim": 8, "num_key_value_heads": 1, "hidden_size": WIDTH}},
+    "video_llama_3": {"text_config": {"model_type": "qwen2"}, "vision_config": {"patch_size": 14}},
+    "minicpmv4_6": {"text_config": {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"],
+                    "num_attention_heads": 4, "head_dim": 16}, "vision_config": {"patch_size": 14, "image_size": 112,
+                        "insert_layer_id": 0},
+                    "insert_layer_id": 0, "image_size": 112},
+    "hunyuan_vl": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                       "mrope_section": [1, 1, 1, 1]}}},
+    "got_ocr2": {"text_config": {"model_type": "qwen2"}, "vision_config": {"image_size": 64, "mlp_dim": 24,
+                 "window_size": 4, "global_attn_indexes": [1], "output_channels": 16, "patch_size": 8}},
+    "llama4": {"text_config": {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48, "attention_chunk_size": 64,
+               "no_rope_layers": [1, 0]},
+               "vision_config": {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": WIDTH}},
+}  # fmt: skip
+# what the template writes for an image, where it is more than the image token
+SLOTS = {"qwen2_5_omni_thinker": "<img><image></img>", "qwen3_omni_moe_thinker": "<img><image></img>",
+         "llama4": "<|image|>"}  # fmt: skip
+# the token of a feature, where it is not that of the slot
+FEATURES = {"aya_vision": "<|IMG_PATCH|>", "ovis2": "<IMG_ATOM>"}
+# keyword arguments of processors that let a prompt grow by an image
+IMAGE_SETTINGS: dict[str, dict[str, Any]] = {"minicpmv4_6": {"use_image_id": False}}
+# keys that the hub's files have and the config's class does not
+EXTRA = {
+    "qwen2_5_omni_thinker": {"vision_start_token_id"},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id"},
+}
+# the family's class, where its name in SETTINGS is not the config's
+KINDS = {"granite_vision": "llava_next"}
+
+
+def image_size(images: Any) -> Any:
+    return {"height": 32, "width": 32} if images is None else images
+
+
+Builder = Callable[[PreTrainedTokenizerFast, PretrainedConfig], ProcessorMixin]
+
+
+def built(
+    name: str,
+    images: str,
+    sizes: dict[str, Any],
+    *,
+    video: str | None = None,
+    audio: bool = False,
+    **settings: Any,
+) -> Builder:
+    """Return the builder of a processor.
+
+    Args:
+        name: Class of the processor.
+        images: Class of its image processor.
+        sizes: Settings of the image processor.
+        video: Class of its video processor.
+        audio: Whether it has one of audio.
+        settings: Settings of the processor.
+    """
+
+    def build(words: PreTrainedTokenizerFast, _: PretrainedConfig) -> ProcessorMixin:
+        parts: dict[str, Any] = {"image_processor": getattr(transformers, images)(**sizes)}
+        if video is not None:
+            parts["video_processor"] = getattr(transformers, video)()
+        if audio:
+            parts["feature_extractor"] = transformers.WhisperFeatureExtractor(feature_size=8)
+        made: ProcessorMixin = getattr(transformers, name)(
+            **parts, tokenizer=words, chat_template=words.chat_template, **settings
+        )
+        return made
+
+    return build
+
+
+SQUARE = {"size": {"height": 32, "width": 32}}
+PIXELS = {"min_pixels": 28 * 28, "max_pixels": 84 * 84}
+PROCESSORS: dict[str, Builder] = {
+    "ernie4_5_vl_moe": built(
+        "Ernie4_5_VLMoeProcessor", "Ernie4_5_VLMoeImageProcessor",
+        {"size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}, video="Ernie4_5_VLMoeVideoProcessor",
+    ),
+    "aya_vision": built(
+        "AyaVisionProcessor", "GotOcr2ImageProcessor", SQUARE, patch_size=8, img_size=32, downsample_factor=2,
+    ),
+    "cohere2_vision": built(
+        "Cohere2VisionProcessor", "Cohere2VisionImageProcessor", SQUARE | {"patch_size": 2},
+    ),
+    "granite_vision": built(
+        "LlavaNextProcessor", "LlavaNextImageProcessor",
+        {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16},
+         "image_grid_pinpoints": [[16, 32], [32, 16]]},
+        patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    ),
+    "deepseek_vl": built("DeepseekVLProcessor", "DeepseekVLImageProcessor", SQUARE, num_image_tokens=16),
+    "janus": built("JanusProcessor", "JanusImageProcessor", SQUARE, num_image_tokens=16),
+    "perception_lm": built(
+        "PerceptionLMProcessor", "PerceptionLMImageProcessor",
+        {"tile_size": 32, "vision_input_type": "vanilla", "size": {"height": 32, "width": 32}},
+        video="PerceptionLMVideoProcessor", patch_size=8, pooling_ratio=2,
+    ),
+    "qwen2_5_omni_thinker": built(
+        "Qwen2_5OmniProcessor", "Qwen2VLImageProcessor", PIXELS, video="Qwen2VLVideoProcessor", audio=True,
+    ),
+    "qwen3_omni_moe_thinker": built(
+        "Qwen3OmniMoeProcessor", "Qwen2VLImageProcessor", PIXELS | {"patch_size": 16},
+        video="Qwen2VLVideoProcessor", audio=True,
+    ),
+    "ovis2": built("Ovis2Processor", "Ovis2ImageProcessor", SQUARE | {"crop_to_patches": False}, image_seq_length=4),
+    "idefics2": built(
+        "Idefics2Processor", "Idefics2ImageProcessor", {"size": {"shortest_edge": 16, "longest_edge": 32}},
+        image_seq_len=4,
+    ),
+    "hunyuan_vl": built("HunYuanVLProcessor", "HunYuanVLImageProcessor", PIXELS),
+    "video_llama_3": built(
+        "VideoLlama3Processor", "VideoLlama3ImageProcessor", PIXELS, video="VideoLlama3VideoProcessor",
+    ),
+    "minicpmv4_6": built(
+        "MiniCPMV4_6Processor", "MiniCPMV4_6ImageProcessor", {"scale_resolution": 112, "max_slice_nums": 1},
+            video="MiniCPMV4_6VideoProcessor",
+    ),
+    "got_ocr2": built("GotOcr2Processor", "GotOcr2ImageProcessor", {"size": {"height": 64, "width": 64}}),
+    "granite4_vision": built("Granite4VisionProcessor", "LlavaNextImageProcessor", {}),
+    "llama4": built("Llama4Processor", "Llama4ImageProcessor", SQUARE, patch_size=8),
+    "granite_docling": built("GraniteDoclingProcessor", "GraniteDoclingImageProcessor", SQUARE, image_seq_len=4),
+}  # fmt: skip
+
+
+def tiny_bundle(name: str, *, images: bool, checked: bool = True) -> ModelBundle:
+    """Return a family's tiny model with its tokenizer and, for images, its processor.
+
+    Args:
+        name: Type of its config, or a name of `KINDS`.
+        images: Whether prompts show images.
+        checked: Whether it is refused as a loaded model is.
+
+    Raises:
+        ValueError: It can't be run.
+    """
+    words, kind = tokenizer(SLOTS.get(name, "<image>")), CONFIG_MAPPING[KINDS.get(name, name)]
+    names = fields_of(kind) | EXTRA.get(name, set())
+    ids = token_ids(words, names)
+    if name in FEATURES:
+        feature = words.convert_tokens_to_ids(FEATURES[name])
+        ids |= {key: feature for key in ids if key.startswith("image_token_")}
+    config = kind(**merged(sizes(kind), SETTINGS.get(name, {}) | ids))
+    for part in (config, config.get_text_config()):
+        part.vocab_size = len(words) + 3
+        part.pad_token_id, part.bos_token_id = words.pad_token_id, words.bos_token_id
+        part.eos_token_id = words.eos_token_id
+    switch_dropout_off(config)
+    processor = PROCESSORS[name](words, config) if sees_images(config) and images else None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = model_class(config).from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.copy_(torch.randn_like(parameter) * 2.0 * parameter.shape[-1] ** -0.5)
+                else:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    switch_modules_off(model)
+    model.generation_config = GenerationConfig(eos_token_id=words.eos_token_id)
+    settings = IMAGE_SETTINGS.get(name, {}) if processor is not None else {}
+    bundle = ModelBundle(model.eval(), words, processor, settings, source=name)
+    if checked:
+        _check_family(bundle, shows_images=processor is not None)
+    return bundle
+
+
+def known_families() -> list[str]:
+    """Return the types of all configs that transformers has a decoder for."""
+    mappings = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
+    kinds = {kind.model_type for mapping in mappings for kind in mapping}
+    return sorted(kinds | set(KINDS))
