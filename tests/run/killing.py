@@ -13,6 +13,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.loops.hooks import RolloutCallback
@@ -27,7 +28,7 @@ class KillAt(RolloutCallback):
         moment: `warm_start-N`: before optimizer step N of the warm start; `rollout-I-N`: when N episodes of
             iteration I are done; `step-N`: before optimizer step N; `trained-N`: at the start of a minibatch
             after N steps; `validation-I`: at the start of the validation of iteration I; `validating-I-N`: after
-            its batch N; `begin-I`: before iteration I.
+            its batch N; `begin-I`: before iteration I; `alone`: at the start of a validation outside of training.
         rank: rank of the process.
         signal_name: name of the signal.
     """
@@ -68,6 +69,8 @@ class KillAt(RolloutCallback):
             self._at(trainer, f"rollout-{trainer.current_epoch}-{number}")
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._at(trainer, "alone")
         if trainer.global_step:
             self._at(trainer, f"validation-{trainer.current_epoch}")
 

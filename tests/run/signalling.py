@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 
 from envs.frozen_lake import FrozenLake
 from ragen_pl.loops.hooks import RolloutCallback
@@ -100,7 +99,7 @@ class Moments(RolloutCallback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note a validation."""
-        at("last validation" if trainer.state.fn == TrainerFn.VALIDATING else "validation")
+        at("last validation" if trainer.global_step else "validation")
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

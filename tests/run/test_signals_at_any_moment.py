@@ -34,7 +34,7 @@ MOMENTS = [
     pytest.param(moment, number, marks=() if moment in QUICK else pytest.mark.slow)
     for moment, number in (EARLY | WARM_START | TRAINING).items()
 ]
-# as little as there is of each phase; the last weights have no validation of the run's iterations
+# as little as there is of each phase
 SMALLEST = (
     *SMALL, "env.max_turns=1", "rollout.max_response_tokens=4", "rollout.groups=2", "update.epochs=1",
     "update.minibatches=1", "warm_start.steps=1", "warm_start.episodes=2", "validation.episodes=2",
@@ -144,8 +144,9 @@ def test_a_signal_to_one_of_two_ranks_outside_of_training_ends_both(tmp_path: Pa
         tmp_path,
         [
             *SMALLEST, "warm_start.enabled=false", "validation.baselines.random=null", "trainer.devices=2",
-            "trainer.strategy=ddp", f"paths.run_dir={run}", "+callbacks.kill._target_=killing.KillAt",
-            "+callbacks.kill.moment=validation-1", "+callbacks.kill.rank=1", "+callbacks.kill.signal_name=SIGTERM",
+            "trainer.strategy=ddp", "trainer.max_epochs=0", f"paths.run_dir={run}",
+            "+callbacks.kill._target_=killing.KillAt", "+callbacks.kill.moment=alone", "+callbacks.kill.rank=1",
+            "+callbacks.kill.signal_name=SIGTERM",
         ],
     )  # fmt: skip
     assert [one.code for one in ended] == [143, 143], ended
