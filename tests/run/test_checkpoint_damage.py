@@ -173,6 +173,13 @@ class Models(nn.Module):
         super().__init__()
         self.policy, self.critic = Trained(), Trained()
 
+    optimizer_key = "optimizer"
+
+    def record(self) -> dict[str, object]:
+        """Return the settings of the optimizer, as a training module does."""
+        names = [name for name, _ in self.named_parameters()]
+        return {"class": "torch.optim.adam.Adam", "groups": [{"lr": 1.0}], "weights": [names]}
+
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(
@@ -186,7 +193,9 @@ def test_a_value_that_is_not_finite_is_blamed_on_the_file(
     moments = {"exp_avg": torch.zeros(4), "step": torch.tensor(1.0)}
     saved = {
         "state_dict": models.state_dict(),
-        "optimizer_states": [{"state": {1: moments}}],
+        "optimizer_states": [
+            {"state": {1: moments}, "param_groups": [{"lr": 1.0, "params": [0, 1, 2, 3]}]}
+        ],
         "loops": {},
     }
     write_tensors(saved, file)
