@@ -20,6 +20,7 @@ from ragen_pl.models.chat_template import ChatTemplate
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.facts import ModelFacts, backbone_of
 from ragen_pl.models.images import ImageEncoder
+from ragen_pl.models.logit_scale import LogitScale
 from ragen_pl.models.processor_inputs import on_device, own_inputs, taken_by, text_inputs
 from ragen_pl.models.template_source import template_source
 from ragen_pl.models.tool_template import NoToolsError, ToolTemplate
@@ -44,7 +45,6 @@ class ModelBundle:
             `ragen_pl.models.small_vlm.token_pass.last_states`; None for the model's own.
         shares_prefix: Whether passes over whole sequences compute the prefix that all rows begin with once; see
             `ragen_pl.models.shared_prefix`.
-        facts: Facts of the model and its configs.
     """
 
     model: PreTrainedModel
@@ -55,14 +55,19 @@ class ModelBundle:
     calls_tools: bool = False
     token_pass: Callable[..., Tensor] | None = None
     shares_prefix: bool = True
-    facts: ModelFacts = field(init=False, repr=False)
+    _logit_scale: LogitScale = field(init=False, repr=False)
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _templates: dict[str, ChatTemplate] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Read the facts before the weights are sharded or left out."""
-        self.facts = ModelFacts.of(self.model)
+        """Measure the scale of the logits before the weights are sharded or left out."""
+        self._logit_scale = LogitScale.of(self.model, backbone_of(self.model))
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Facts of the model and its configs, read on first use."""
+        return ModelFacts.of(self.model, logit_scale=self._logit_scale)
 
     def with_model(self, model: PreTrainedModel) -> ModelBundle:
         """Return a bundle of another model with the same tokenizer and processor.

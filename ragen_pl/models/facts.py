@@ -88,8 +88,13 @@ class ModelFacts:
         return self.position_axes == 1 and not self.bidirectional_layers
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelFacts:
-        """Read the facts of a model."""
+    def of(cls, model: PreTrainedModel, *, logit_scale: LogitScale | None = None) -> ModelFacts:
+        """Read the facts of a model.
+
+        Args:
+            model: Model.
+            logit_scale: Its scale, if it has been measured.
+        """
         config, generation, text = (
             model.config,
             model.generation_config,
@@ -107,7 +112,7 @@ class ModelFacts:
             family=config.model_type,
             image_token_id=getattr(config, "image_token_id", None),
             eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
-            logit_scale=LogitScale.of(model, base),
+            logit_scale=logit_scale or LogitScale.of(model, base),
             additive_masks=attention == "eager",
             custom_masks=attention in ("eager", "sdpa"),
             masks_by_function=attention in ("eager", "sdpa", "flex_attention"),
