@@ -32,6 +32,7 @@ from ragen_pl.run.weights import load_bundle
 log = logging.getLogger(__name__)
 CODE_MODULES = ("configuration", "decoder", "modeling", "vision", "processing")
 PACKAGE = "ragen_pl.models.small_vlm"
+IMPORTED = ("ragen_pl.rgb",)
 
 # The `auto_map` entries that name the classes, by file and by the key in it ("" for its top level).
 _AUTO_MAPS = {
@@ -135,12 +136,12 @@ def _attention(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _copy_code(folder: Path) -> None:
-    """Copy the small model's modules into the folder and register its classes there."""
-    for name in CODE_MODULES:
-        source = Path(str(import_module(f"{PACKAGE}.{name}").__file__)).read_text(encoding="utf-8")
-        (folder / f"{name}.py").write_text(
-            source.replace(f"from {PACKAGE}.", "from ."), encoding="utf-8"
-        )
+    """Copy the small model's modules, and those that they import, into the folder and register its classes there."""
+    for module in (*(f"{PACKAGE}.{name}" for name in CODE_MODULES), *IMPORTED):
+        source = Path(str(import_module(module).__file__)).read_text(encoding="utf-8")
+        for package in (PACKAGE, "ragen_pl"):
+            source = source.replace(f"\nfrom {package}.", "\nfrom .")
+        (folder / f"{module.rpartition('.')[2]}.py").write_text(source, encoding="utf-8")
     for name, maps in _AUTO_MAPS.items():
         file = folder / name
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -293,7 +293,10 @@ def test_adapters_may_be_downloaded(start, pull, adapted) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"r": 2, "use_dora": True}, "DoRA scales the weights"), (None, "the policy has no adapters")],
+    [
+        ({"r": 2, "use_dora": True}, "model.layers.0.self_attn.q_proj has other adapters"),
+        (None, "the policy has no adapters"),
+    ],
 )
 def test_weights_that_are_no_adapters_are_refused(
     start, connect, fresh_lm, settings, reason
