@@ -145,7 +145,7 @@ class ModelBundle:
         """Id that ends a written response.
 
         It is the first control token in the chat template's text after a response, or else the first id there of
-        `facts.eos_token_ids`. The tokenizer's eos_token can be another one: Gemma's turns end with `<end_of_turn>`.
+        the generation config. The tokenizer's eos_token can be another one: Gemma's turns end with `<end_of_turn>`.
 
         Raises:
             ValueError: There is no such token, and the tokenizer has no eos_token.
@@ -157,7 +157,7 @@ class ModelBundle:
             ]
             control = {*self.special_tokens, eos}
             ends = [token for token in close if token in control]
-            ends = ends or [token for token in close if token in self.facts.eos_token_ids]
+            ends = ends or [token for token in close if token in self._generation_ends]
             if ends:
                 return int(ends[0])
         if eos is None:
@@ -170,8 +170,15 @@ class ModelBundle:
     def eos_token_ids(self) -> set[int]:
         """All ids that end a response."""
         eos = self.tokenizer.eos_token_id
-        ids = {self.end_of_turn_id, *self.facts.eos_token_ids}
+        ids = {self.end_of_turn_id, *self._generation_ends}
         return ids if eos is None else {*ids, int(eos)}
+
+    @property
+    def _generation_ends(self) -> frozenset[int]:
+        """Ids that end a response by the generation config, which may change after the bundle is made."""
+        generation = self.model.generation_config
+        eos = None if generation is None else generation.eos_token_id
+        return frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
 
     @property
     def end_texts(self) -> tuple[str, ...]:

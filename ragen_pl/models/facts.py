@@ -24,8 +24,6 @@ class ModelFacts:
     """`model_type` of the config."""
     image_token_id: int | None = None
     """Id that stands for an image's features."""
-    eos_token_ids: frozenset[int] = frozenset()
-    """Ids that end a response, by the generation config."""
     logit_scale: LogitScale = field(default_factory=LogitScale)
     """What becomes of the head's values."""
     additive_masks: bool = False
@@ -95,12 +93,7 @@ class ModelFacts:
             model: Model.
             logit_scale: Its scale, if it has been measured.
         """
-        config, generation, text = (
-            model.config,
-            model.generation_config,
-            model.config.get_text_config(),
-        )
-        eos = None if generation is None else generation.eos_token_id
+        config, text = model.config, model.config.get_text_config()
         layer_types = getattr(text, "layer_types", None)
         base: Any = backbone_of(model)
         arguments = frozenset(inspect.signature(base.forward).parameters)
@@ -111,7 +104,6 @@ class ModelFacts:
         return cls(
             family=config.model_type,
             image_token_id=getattr(config, "image_token_id", None),
-            eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
             logit_scale=logit_scale or LogitScale.of(model, base),
             additive_masks=attention == "eager",
             custom_masks=attention in ("eager", "sdpa"),

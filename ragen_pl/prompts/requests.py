@@ -126,8 +126,8 @@ class RequestPrompts:
                 "unsupported_image",
                 f"the {len(new)} images of the request cannot be shown: {error}",
             ) from error
-        known = 0 if before is None else len(before.prompt.ids) + len(before.response_ids)
-        if self._encoder.exceeds(rendering, max(1, self._max_tokens - known)):
+        # a bound of the work only: who plays the episode refuses any prompt that does not fit
+        if self._encoder.exceeds(rendering, self._max_tokens):
             raise RequestRefusedError(
                 "context_length_exceeded",
                 f"the prompt has more than the {self._max_tokens} tokens of the context; shorten the messages",

@@ -196,6 +196,9 @@ def test_pretrained_language_model_loads(tmp_path):
     assert bundle.model.config._attn_implementation == "eager"
     # plain AutoTokenizer would read it with Qwen's rules for digits and blanks
     assert bundle.tokenizer("me 12 3")["input_ids"] == tokenizer("me 12 3")["input_ids"]
+    # a generation config that is changed after the bundle was made
+    bundle.model.generation_config.eos_token_id = [1, 4]
+    assert bundle.eos_token_ids == {1, 4} and 4 not in bundle.banned_token_ids
 
 
 def test_pretrained_vision_language_model_loads(tmp_path):

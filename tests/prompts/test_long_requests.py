@@ -83,6 +83,20 @@ def test_what_fits_is_encoded_as_before(name):
         assert Asking(limit).ask(text).ids.tolist() == whole.tolist()
 
 
+def test_the_bound_leaves_out_what_the_history_has():
+    """A short text after a history that fills the context is encoded: who plays the episode refuses the prompt."""
+    history, text = "words " * 60, TEXTS["control tokens"] * 3
+    prompts = []
+    limit = 1 << 30
+    for _ in range(2):
+        asking = Asking(limit)
+        limit = len(asking.ask(history).ids)
+        asking.answer("Tea")
+        prompts.append(asking.ask(text).ids.tolist())
+        assert asking.talk.history == JOINED
+    assert prompts[0] == prompts[1] and len(prompts[0]) > limit
+
+
 def test_long_texts_are_not_kept():
     asking = Asking(1 << 20)
     for number in range(3):

@@ -23,7 +23,7 @@ from ragen_pl.serving.chat_response import Answer
 from ragen_pl.serving.images import ImageReader
 from ragen_pl.serving.protocol import CHAT, Protocol
 from ragen_pl.serving.responses_api import RESPONSES
-from ragen_pl.trajectory import Observation
+from ragen_pl.trajectory import Observation, Span
 
 PRICE = {
     "name": "price",
@@ -174,6 +174,11 @@ def test_a_call_of_a_tool_that_is_not_offered_is_malformed(name, tool):
     if tool in ("prise", "weather"):
         assert answer.parsed.problem is not None and f"no tool '{tool}'" in answer.parsed.problem
         assert not answer.parsed.valid
+        # labels of tokens are those of an environment with these tools, which answers the call itself
+        environment = context.start("", tools=TOOLS[CHAT]).native
+        sampled = context.opening + "".join(context.pieces(answer.generation.ids))
+        spans = environment.parse(sampled, None, max_actions=1).spans
+        assert answer.parsed.spans == spans and Span.ACTION in {label for label, *_ in spans}
 
 
 @pytest.mark.parametrize("name", TAKING)

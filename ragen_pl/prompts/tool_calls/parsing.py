@@ -55,7 +55,8 @@ def parse_message(
         opened: whether the prompt ended with the opening tag.
         tools: JSON schema of the parameters by name of the tool. Formats without types of their own read values by
             it. Calls of other tools count too.
-        names: tools that may be called, a call of another one is not well formed; None for any.
+        names: tools that may be called. A call of another one is not well formed, and its spans are those of a call.
+            None for any.
 
     Examples:
         >>> from ragen_pl.prompts.tool_calls.message import THINK_TAGS
@@ -128,12 +129,8 @@ class _Parser:
             return length
         try:
             block = syntax.read(self._scanned, start, self._tools)
-            self._check_names(block, start)
         except Malformed as fault:
-            if self._problem is None:
-                self._problem = (
-                    f"{fault.reason} at character {fault.position}: {self._excerpt(fault)}"
-                )
+            self._add_problem(fault.reason, fault.position)
             reached = max(fault.reached, start + 1)
             end = syntax.end_of_malformed(self._scanned, reached)
             end = min(end, self._next_thought(reached))
@@ -142,10 +139,14 @@ class _Parser:
         if not block.calls:
             self._label_text(start, block.end)
             return block.end
-        self._end_piece(start)
+        # labelled as a call whichever tool it names, as in an environment, which answers a call of an unknown tool
         self._label(Span.TAG, start, block.inside[0])
         self._label(Span.ACTION, *block.inside)
         self._label(Span.TAG, block.inside[1], block.end)
+        if (name := self._not_offered(block)) is not None:
+            self._add_problem(f"no tool {name[:40]!r} is offered", start)
+            return block.end
+        self._end_piece(start)
         self._calls += [
             ToolCall(name=name, arguments=arguments, span=(start, block.end))
             for name, arguments in block.calls
@@ -153,12 +154,17 @@ class _Parser:
         self._piece = block.end
         return block.end
 
-    def _check_names(self, block: CallBlock, start: int) -> None:
-        """Raise `Malformed` for a call of a tool that may not be called."""
-        for name, _ in block.calls:
-            if self._names is not None and name not in self._names:
-                reason = f"no tool {name[:40]!r} is offered"
-                raise Malformed(reason, start, reached=block.inside[1])
+    def _not_offered(self, block: CallBlock) -> str | None:
+        """Return the first tool of a block that may not be called, None without any."""
+        if self._names is None:
+            return None
+        return next((name for name, _ in block.calls if name not in self._names), None)
+
+    def _add_problem(self, reason: str, position: int) -> None:
+        """Keep the reason why a call is not well formed, unless an earlier one has its own."""
+        if self._problem is None:
+            excerpt = self._text[position : position + 40]
+            self._problem = f"{reason} at character {position}: {excerpt!r}"
 
     def _next_thought(self, position: int) -> int:
         if self._thinks is None:
@@ -197,6 +203,3 @@ class _Parser:
         if self._spans and self._spans[-1][0] == label:
             start = self._spans.pop()[1]
         self._spans.append((label, start, end))
-
-    def _excerpt(self, fault: Malformed) -> str:
-        return repr(self._text[fault.position : fault.position + 40])
