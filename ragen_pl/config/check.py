@@ -153,8 +153,9 @@ class _Walk:
             key: its full name.
             parent: the node that it is in.
         """
-        lists = [one for one in options(annotation) if problem(one, []) is None]
-        if isinstance(value, list) and lists:
+        if isinstance(value, list) and (
+            lists := [one for one in options(annotation) if problem(one, []) is None]
+        ):
             item = (*typing.get_args(lists[0]), Any)[0]
             for index, member in enumerate(value):
                 yield from self.problems(member, item, key=f"{key}.{index}", parent={})

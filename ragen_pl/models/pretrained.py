@@ -29,13 +29,13 @@ def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
         where: Where it is looked for, and whether Python files there may be run.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is none, or a file of its folder is damaged or leads out of it.
         ValueError: transformers does not know the model.
     """
     from transformers import AutoConfig
 
     if Path(path).is_dir() and (problem := model_folder_problem(Path(path))) is not None:
-        raise ValueError(f"model.build.path={path}: {problem}")
+        raise _no_model(path, problem)
     # registers the small model with the Auto classes
     import_module("ragen_pl.models.small_vlm")
     try:
@@ -46,11 +46,15 @@ def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
                 f"model.build.path={path}: transformers has no such model, and its folder brings Python files of its "
                 "own; read them, then run them by model.build.trust_remote_code=true, or choose another model"
             ) from error
-        raise FileNotFoundError(
-            f"model.build.path={path}: no model can be read there ({str(error).splitlines()[0]}); "
-            "give a folder written by save_pretrained, or a model's name where the hub can be reached"
-        ) from error
+        raise _no_model(path, str(error).splitlines()[0]) from error
     return config
+
+
+def _no_model(path: str, cause: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"model.build.path={path}: no model can be read there ({cause}); give a folder written by save_pretrained, "
+        "or a model's name where the hub can be reached"
+    )
 
 
 def sees_images(config: PretrainedConfig) -> bool:

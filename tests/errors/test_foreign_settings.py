@@ -36,8 +36,8 @@ REACHING = {
 }  # fmt: skip
 # texts and numbers under such names
 HARMLESS = {
-    ("visual_envs.adapters.metaworld.MetaWorld", "tasks"),  # words of a closed list
-    ("visual_envs.adapters.miniwob.MiniWoB", "tasks"),  # words of a closed list
+    ("ragen_pl.visual_envs.adapters.metaworld.MetaWorld", "tasks"),  # words of a closed list
+    ("ragen_pl.visual_envs.adapters.miniwob.MiniWoB", "tasks"),  # words of a closed list
 }
 COMMANDS = ("evaluate", "play", "serve", "export")
 
@@ -123,7 +123,7 @@ def places(name: str, path: str) -> Iterator[dict[str, Any]]:
     """Yield changes of a run's config with hostile settings of a class, in each place that may name it."""
     holders = itertools.cycle(["model__build", "validation__baselines", "rollout__engine"])
     for arguments in hostile(declared_trust(path) or ()):
-        if path.startswith(("envs.", "visual_envs.", "ragen_pl.programs.")):
+        if path.startswith(("ragen_pl.envs.", "ragen_pl.visual_envs.", "ragen_pl.programs.")):
             yield {"env__target": name, "env__kwargs": arguments}
             if path.startswith("ragen_pl.programs."):
                 # keys that those of the class refer to
