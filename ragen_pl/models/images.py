@@ -308,7 +308,7 @@ class ImageEncoder:
             count = len(embeddings.weight)
             slot = self.replacement(EXAMPLE)
             self._types = TokenTypes.of(
-                self.processor, slot, facts=self.facts, vocabulary=count
+                self.processor, slot, self.settings, facts=self.facts, vocabulary=count
             ).to(ids.device)
         return self._types(ids, shown=shown)
 

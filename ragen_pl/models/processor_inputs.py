@@ -176,13 +176,20 @@ class TokenTypes:
 
     @classmethod
     def of(
-        cls, processor: ProcessorMixin, slot: str, *, facts: ModelFacts, vocabulary: int
+        cls,
+        processor: ProcessorMixin,
+        slot: str,
+        settings: Mapping[str, Any],
+        *,
+        facts: ModelFacts,
+        vocabulary: int,
     ) -> TokenTypes:
         """Read the types from what a processor says of a prompt of all tokens of the vocabulary.
 
         Args:
             processor: Processor of the model.
-            slot: What the processor writes for `EXAMPLE`.
+            slot: What the processor writes for `EXAMPLE` with the settings.
+            settings: Keyword arguments of the processor's calls.
             facts: Facts of the model.
             vocabulary: Number of ids.
         """
@@ -193,7 +200,7 @@ class TokenTypes:
         every = processor.image_token_ids + processor.video_token_ids + processor.audio_token_ids
         media = [token for token in every if token is not None]
         ids = np.concatenate([slot_ids, np.setdiff1d(np.arange(vocabulary), media)])
-        outputs = own_inputs(processor, ids, [EXAMPLE], {})
+        outputs = own_inputs(processor, ids, [EXAMPLE], settings)
         tables = {
             name: torch.zeros(vocabulary, dtype=torch.int64).index_put(
                 (torch.from_numpy(ids),), outputs[name][0].long()

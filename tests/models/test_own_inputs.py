@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, generate
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.images import ImageEncoder
-from ragen_pl.models.processor_inputs import processed
+from ragen_pl.models.processor_inputs import EXAMPLE, processed
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement, check_trainer
@@ -56,6 +57,39 @@ def test_inputs_are_those_of_the_processor_for_the_text(name: str, count: int) -
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value)
+
+
+LARGE = {"size": {"shortest_edge": 140 * 140, "longest_edge": 168 * 168}}
+
+CROPS = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 16,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ernie4_5_vl_moe", LARGE),
+        ("qwen2_5_vl", LARGE),
+        ("gemma3_vl", CROPS),
+    ],
+)
+def test_types_of_tokens_are_read_with_the_settings_of_images(
+    name: str, settings: dict[str, Any]
+) -> None:
+    """An image has another number of tokens with them."""
+    plain = BUNDLES[name]()
+    sized = ModelBundle(plain.model, plain.tokenizer, plain.processor, settings)
+    assert plain.images is not None and sized.images is not None
+    assert sized.num_image_tokens(EXAMPLE) > plain.num_image_tokens(EXAMPLE)
+    ids = torch.arange(len(plain.model.get_input_embeddings().weight))[None]
+    expected = plain.images.token_types(ids, shown=True)
+    found = sized.images.token_types(ids, shown=True)
+    assert found
+    torch.testing.assert_close(found, expected)
 
 
 def test_tokens_around_an_image_are_computed_by_the_experts_of_images() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gymnasium
 import pytest
 from rollout_fixtures import TextEngine
 from trajectories import starts
+from unprintable import ERRORS, Breaks, HalfACharacter, StrRaises
 
 from ragen_pl.config.ending import ending_of
 from ragen_pl.config.errors import in_one_line
@@ -20,76 +20,11 @@ from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.trajectory import EpisodeStatus, FailureCause
 
 
-class StrRaises(Exception):
-    def __str__(self):
-        raise ValueError("no text")
-
-
-class StrIsNoText(Exception):
-    def __str__(self):
-        return 7  # type: ignore[return-value]
-
-
-class ReprRaises(Exception):
-    """An error whose argument can't be shown."""
-
-    def __init__(self) -> None:
-        super().__init__(self)
-
-    def __repr__(self):
-        raise RuntimeError("no repr")
-
-
-class Endless(Exception):
-    def __str__(self):
-        return str(self)
-
-
-class HalfACharacter(Exception):
-    def __str__(self):
-        return "half \ud83d"
-
-
-class StatusRaises(Exception):
-    @property
-    def status(self):
-        raise OSError("no status")
-
-
-ERRORS = (StrRaises, StrIsNoText, ReprRaises, Endless, HalfACharacter, StatusRaises)
-
-
-class Breaks(gymnasium.Env):
-    """Raises one of the errors in every second episode."""
-
-    action_names = ("Go",)
-    instructions = "Go."
-    action_space = gymnasium.spaces.Discrete(1)
-    observation_space = gymnasium.spaces.Text(100)
-
-    def __init__(self, error: int, where: str) -> None:
-        self.error, self.where = ERRORS[error], where
-
-    def _break(self, where: str) -> None:
-        if where == self.where and self.seed % 2:
-            raise self.error()
-
-    def reset(self, *, seed=None, options=None):
-        self.seed = seed
-        self._break("reset")
-        return "go", {}
-
-    def step(self, action):
-        self._break("step")
-        return "gone", 1.0, True, False, {"success": True}
-
-    def close(self):
-        pass
-
-
 def played(lm, responder_of, **environment):
     context = ContextManager(lm, max_tokens=512, system_prompt=None)
-    environments = EnvironmentManager(target=f"{__name__}.Breaks", **environment)
+    environments = EnvironmentManager(
+        target=f"{Breaks.__module__}.{Breaks.__name__}", **environment
+    )
     proxy = AgentProxy(environments=environments, context=context, max_response_tokens=64)
     return proxy.rollout(responder_of(context), starts(4), seed_key=(0, "test"))
 
