@@ -10,7 +10,6 @@ import pytest
 
 from ragen_pl.evaluation.exporting import CODE_MODULES, IMPORTED, PACKAGE
 
-
 EXPORTED = (*(f"{PACKAGE}.{module}" for module in CODE_MODULES), *IMPORTED)
 
 
