@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ragen_pl.foreign_files import archive_problem
-from ragen_pl.run.pickle_outline import items_of, place_of
+from ragen_pl.run.pickle_outline import class_in, items_of, place_of
 
 FILES = "files.json"
 """Sizes of the files in the folder of a checkpoint, written when they are complete."""
@@ -156,9 +156,13 @@ def _is_archive(file: Path) -> bool:
 @functools.lru_cache(maxsize=64)
 def _damaged_item(folder: Path, states: Any) -> str | None:
     listed = folder / ".metadata"
-    items = items_of(listed.read_bytes())
+    content = listed.read_bytes()
+    items = items_of(content)
     if items is None:
-        return f"{listed} is damaged"
+        found = class_in(content)
+        return f"{listed} is damaged or no list of tensors" + (
+            f": it holds {found}" if found else ""
+        )
     for name, part, offset, length in items:
         file = folder / part
         with file.open("rb") as stream:

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
+# characters of a name in a message
+_LONGEST_NAME = 200
+
 
 class _Object:
     """An object of any class: its arguments and its state."""
@@ -30,7 +33,9 @@ class _Outline(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class without any code."""
-        return OrderedDict if name == "OrderedDict" else type(name, (_Object,), {})
+        return (
+            OrderedDict if name == "OrderedDict" else type(name, (_Object,), {"__module__": module})
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the values of a tensor: the name of their record."""
@@ -97,6 +102,14 @@ def items_of(content: bytes) -> list[tuple[str, str, int, int]] | None:
         for _, part, offset, length in items
     )  # fmt: skip
     return items if fits else None
+
+
+def class_in(content: bytes) -> str | None:
+    """Return the name of the class or function that a pickle's object is made by, None where it has no plain name."""
+    kind = type(_loaded(content))
+    name = f"{kind.__module__}.{kind.__name__}"
+    is_plain = len(name) < _LONGEST_NAME and all(part.isidentifier() for part in name.split("."))
+    return name if issubclass(kind, _Object) and is_plain else None
 
 
 def _state(value: Any) -> Mapping[str, Any]:

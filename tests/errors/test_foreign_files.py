@@ -97,6 +97,7 @@ def sharded(run: Path) -> Path:
 
 def test_no_file_of_a_checkpoint_runs_code(run, command, fit, mark):
     folder, last = sharded(run), run / "checkpoints" / "last.ckpt"
+    last.with_name("best.ckpt").unlink()  # no other checkpoint can be taken instead
     listed, shard = folder / ".metadata", folder / "__0_0.distcp"
     hostile: dict[Path, Callable[[], object]] = {
         last: lambda: torch.save({**torch.load(last), "x": Hostile(mark)}, last),

@@ -76,9 +76,10 @@ def test_initial_weights_that_do_not_fit_are_refused(fit, run, tmp_path):
     assert "warm_start.weights=gone.pt: expected a path that exists" in begin("gone.pt")
 
 
-def test_a_damaged_checkpoint_is_refused(fit, run):
-    last = run / "checkpoints" / "last.ckpt"
-    whole = last.read_bytes()
+def test_a_damaged_checkpoint_is_refused(fit, command, run):
+    last, best = (run / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    whole, other = last.read_bytes(), best.read_bytes()
+    best.unlink()
     last.write_bytes(b"not a checkpoint")
     assert "is damaged or no checkpoint; give another one" in go_on(fit)
     last.write_bytes(whole[: len(whole) // 2])  # cut off: the end of a zip file says what it holds
@@ -86,8 +87,23 @@ def test_a_damaged_checkpoint_is_refused(fit, run):
     last.write_bytes(b"")
     assert "is damaged or no checkpoint" in go_on(fit)
     last.write_bytes(whole)
-    (run / "warm_start.pt").write_bytes(b"half")
+    warm_start = run / "warm_start.pt"
+    initial = warm_start.read_bytes()
+    warm_start.write_bytes(b"half")
     assert "warm_start.pt is damaged" in go_on(fit)
+
+    # a file that is named is not replaced by a whole one, the word `last` is
+    warm_start.write_bytes(initial)
+    best.write_bytes(other)
+    last.write_bytes(b"")
+    named = f"{last} is damaged or no checkpoint; give another one"
+    assert f"ckpt_path={last}: {named}" in go_on(fit, ckpt_path=str(last))
+    evaluate = ("mlflow=false", "validation.episodes=2", "device=cpu", "to=out")
+    assert f"{last} is damaged" in command("evaluate", f"ckpt={last}", *evaluate).refused()
+    goes_on = fit(*TINY, "paths.run_dir=run", "ckpt_path=last")
+    assert goes_on.code == 0
+    assert f"{last} is damaged or no checkpoint; the run continues from {best}" in goes_on.stdout
+    assert torch.load(last)["global_step"] > 0  # written anew
 
 
 @pytest.fixture
