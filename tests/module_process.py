@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
@@ -119,6 +120,8 @@ def _become(
     environment: Mapping[str, str],
 ) -> None:
     os.environ |= environment
+    # which the tests' own shell may have it ignore
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Lightning read it from the environment of the process that this is a fork of
     rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]
     with output.open("wb") as file:

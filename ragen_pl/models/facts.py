@@ -66,6 +66,11 @@ class ModelFacts:
         return bool((self.layer_types or frozenset()) - _ATTENTION)
 
     @property
+    def token_begins_image(self) -> bool:
+        """Whether an image is found by the token before it, which stays with the image: Qwen2.5-Omni's positions."""
+        return self.position_axes > 1
+
+    @property
     def type_arguments(self) -> frozenset[str]:
         """Arguments that say which tokens are those of images."""
         return frozenset(name for name in self.arguments if name.endswith("token_type_ids"))

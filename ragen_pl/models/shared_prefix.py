@@ -52,10 +52,11 @@ def states_of_rows(bundle: ModelBundle, inputs: DecoderInputs, *, first: int) ->
 
 
 def _shared_length(bundle: ModelBundle, ids: Tensor) -> int:
-    """Return the number of tokens before the first image, and the one that begins it, that all rows begin with."""
+    """Return the number of tokens before the first image, or before the one that begins it, that all rows begin with."""
     alike = (ids == ids[0]).all(0)
     if bundle.image_token_id is not None:
-        alike[:-1] &= ids[0, 1:] != bundle.image_token_id
+        if bundle.facts.token_begins_image:
+            alike[:-1] &= ids[0, 1:] != bundle.image_token_id
         alike &= ids[0] != bundle.image_token_id
     return int(alike.long().cumprod(0).sum())
 

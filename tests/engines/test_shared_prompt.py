@@ -67,8 +67,7 @@ def test_images_are_never_shared(vlm):
         )
         for end in ("Up", "Up")
     ]
-    # the token before an image stays with it: in some families it begins the image
-    check_like_alone(vlm, prompts, shared=len(head) - 1)
+    check_like_alone(vlm, prompts, shared=len(head))
 
 
 def test_a_session_may_leave_the_shared_prefix(lm):

@@ -78,7 +78,7 @@ def test_values_do_not_depend_on_the_tokens_of_a_forward_pass(make, own_critic) 
     ],
 )
 def test_a_score_that_is_not_finite_is_named(make, monkeypatch, spoiled, name) -> None:
-    kl = ReferenceKL(coefficient=0.1, estimator="k3", place="reward")
+    kl = ReferenceKL(coefficient=0.1, estimator="k1", place="reward")
     agent = make.agent(own_critic=True, loss=UpdateLoss(kl=kl))
     batch = collate(make.play(agent), agent.policy.bundle)
     with torch.no_grad():

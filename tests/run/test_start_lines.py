@@ -51,7 +51,9 @@ def test_start_names_the_live_view_and_mlflow(
     with caplog.at_level(logging.INFO):
         report_views(run, MLFlowLogger(tracking_uri=uri))
         report_views(run, False)
-    view, mlflow, again = caplog.messages
+    # a store that is made has lines of its own
+    records = [record for record in caplog.records if record.name == "ragen_pl.run.reports"]
+    view, mlflow, again = [record.getMessage() for record in records]
     assert view == again and view.startswith("watch it: python -m ragen_pl.watch ")
     assert shlex.split(view)[-1] == f"run={run.folder}"
     assert mlflow == f"MLflow: mlflow ui --backend-store-uri {uri}"

@@ -205,8 +205,8 @@ class TransformersEngine(InProcessRules):
         first, longest = prompts[0], min(len(ids) for ids in prompts) - 1
         rows = [ids[:longest] == first[:longest] for ids in prompts]
         image = first[: longest + 1] == self.bundle.image_token_id
-        # the token before an image stays with it: some families find the image by it (Qwen2.5-Omni)
-        alike = np.all([*rows, ~image[:-1], ~image[1:]], axis=0)
+        begins = image[1:] & self.bundle.facts.token_begins_image
+        alike = np.all([*rows, ~image[:-1], ~begins], axis=0)
         shared = longest if alike.all() else int(alike.argmin())
         if len(prompts) == 1 or shared < _SHARE_FROM:
             return
