@@ -52,7 +52,7 @@ def states_of_rows(bundle: ModelBundle, inputs: DecoderInputs, *, first: int) ->
 
 
 def _shared_length(bundle: ModelBundle, ids: Tensor) -> int:
-    """Return the number of tokens before the first image, or before the one that begins it, that all rows begin with."""
+    """Return the number of tokens that all rows begin with, before the first image and the token that begins it."""
     alike = (ids == ids[0]).all(0)
     if bundle.image_token_id is not None:
         if bundle.facts.token_begins_image:

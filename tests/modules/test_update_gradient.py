@@ -263,7 +263,9 @@ def test_divergence_is_zero_at_first_and_ignores_the_action(make, estimator):
     metrics = agent.statistics.totals()
     spans = minibatch.samples.spans
     held = (minibatch.samples.turn >= 0) & (spans != Span.ACTION)
-    assert metrics["kl"] == pytest.approx(0.0, abs=1e-5) and metrics["kl_loss"] == metrics["kl"]
+    # a sum and a mean, which some processors round to a little more or less than 0
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics["kl_loss"] == pytest.approx(0.0, abs=1e-5)
     assert metrics["kl_tokens"] == int(held.sum()) < int((minibatch.samples.turn >= 0).sum())
     nudge(agent)
     before = make.gradient(agent, [minibatch])
