@@ -16,10 +16,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from composing import composed
 from documents import PAGES, ROOT, blocks, commands, has_value, write_files
 from module_process import run_module
 from omegaconf import OmegaConf
+
+from ragen_pl.config.composition import compose_accepted
 
 LIMIT_S = 240
 # Pages whose commands train for minutes.
@@ -152,7 +153,7 @@ SKIPPED = [
 @pytest.mark.parametrize("command", SKIPPED)
 def test_overrides_of_skipped_commands_compose(command: str) -> None:
     overrides = shlex.split(command.partition("-m ragen_pl.fit ")[2], comments=True)
-    composed(*(word for word in overrides if "=" in word), checked=False)
+    compose_accepted("fit", [word for word in overrides if "=" in word])
 
 
 def test_links_between_pages_resolve() -> None:
