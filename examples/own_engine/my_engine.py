@@ -27,8 +27,8 @@ class Draw(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         """Leave only the drawn tokens for `generate` to choose."""
-        token, logprob, entropy = self.sampling.sample(scores, self.step)
-        self.responses.add(self.rows, token, logprob, entropy)
+        token, *statistics = self.sampling.sample(scores, self.step)
+        self.responses.add(self.rows, token, *statistics)
         self.step += 1
         return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
 
@@ -82,8 +82,7 @@ class GenerateEngine(EngineTraits):
         inputs = {"input_ids": ids.to(bundle.device), "attention_mask": torch.ones_like(ids)}
         if requests[0].prompt.images:
             inputs |= bundle.images.inputs([request.prompt.images for request in requests])
-            if bundle.facts.token_types is not None:
-                inputs[bundle.facts.token_types] = ids.eq(bundle.image_token_id).long()
+            inputs |= bundle.images.token_types(ids, shown=True)
         settings = GenerationConfig(
             do_sample=False,
             repetition_penalty=1.0,  # a checkpoint may ask for another
