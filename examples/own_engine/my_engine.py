@@ -27,8 +27,8 @@ class Draw(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         """Leave only the drawn tokens for `generate` to choose."""
-        token, *statistics = self.sampling.sample(scores, self.step)
-        self.responses.add(self.rows, token, *statistics)
+        token, logprob, entropy, kept = self.sampling.sample(scores, self.step)
+        self.responses.add(self.rows, token, logprob, entropy, kept)
         self.step += 1
         return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
 

@@ -158,8 +158,8 @@ def test_own_engine_runs(tmp_path):
 def test_own_engine_with_logprobs_before_the_bans_is_refused(tmp_path):
     code = (OWN_ENGINE / "my_engine.py").read_text()
     raw = "scores.log_softmax(-1).gather(1, token[:, None])[:, 0]"
-    assert code.count("token, logprob, entropy)") == 1
-    wrong = code.replace("token, logprob, entropy)", f"token, {raw}, entropy)")
+    assert code.count("token, logprob, entropy, kept)") == 1
+    wrong = code.replace("token, logprob, entropy, kept)", f"token, {raw}, entropy, kept)")
     (tmp_path / "my_engine.py").write_text(wrong)
     own = ("--config-dir", str(OWN_ENGINE / "conf"), "rollout/engine=own", "env=frozenlake")
     code, output = fit(*own, *NO_WARM_START, cwd=tmp_path, run_dir=tmp_path / "run")
