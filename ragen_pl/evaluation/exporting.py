@@ -140,7 +140,7 @@ def _copy_code(folder: Path) -> None:
     for module in (*(f"{PACKAGE}.{name}" for name in CODE_MODULES), *IMPORTED):
         source = Path(str(import_module(module).__file__)).read_text(encoding="utf-8")
         for package in (PACKAGE, "ragen_pl"):
-            source = source.replace(f"\nfrom {package}.", "\nfrom .")
+            source = source.replace(f"from {package}.", "from .")
         (folder / f"{module.rpartition('.')[2]}.py").write_text(source, encoding="utf-8")
     for name, maps in _AUTO_MAPS.items():
         file = folder / name
