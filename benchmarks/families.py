@@ -42,13 +42,13 @@ PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->"
 # nats: largest difference of a family that is called exact
 EXACT = 5e-5
-# what the start of a run refuses in float32
+# limit of the start check in float32
 REFUSED = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a family.
+    """Result of a family.
 
     Attributes:
         transformers: Version of transformers.

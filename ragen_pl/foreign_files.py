@@ -130,7 +130,7 @@ def plain_json(text: str | bytes) -> Any:
 
 
 def archive_problem(file: Path) -> str | None:
-    """Return what is wrong with a file of `torch.save` as a clause: it takes as much memory as it has bytes.
+    """Return the fault of a file of `torch.save` as a clause: it takes as much memory as it has bytes.
 
     `torch.save` compresses nothing, and no two of its entries share bytes.
 
@@ -156,7 +156,7 @@ def archive_problem(file: Path) -> str | None:
 
 
 def pickle_problem(file: Path) -> str | None:
-    """Return what is wrong with the pickle in a file of `torch.save` as a clause: what it makes is in it.
+    """Return the fault of the pickle in a file of `torch.save` as a clause: what it makes is in it.
 
     Calls in a pickle may copy one text a thousand times. The pickle is read once without them.
     """
@@ -234,7 +234,7 @@ class _Made(dict[Any, Any]):
 
 
 def model_folder_problem(folder: Path) -> str | None:
-    """Return what a model's folder would have opened outside of it, or why it can't be read, as a clause.
+    """Return the path outside of a model's folder that it names, or why it can't be read, as a clause.
 
     Libraries open what the folder's descriptions (`config.json`, `tokenizer_config.json`, lists of weights) name.
     """

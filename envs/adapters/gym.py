@@ -201,7 +201,7 @@ class Gym(Environment):
         self._policy: dict[int, list[int]] = {}
 
     def _worst_cost(self) -> float:
-        """Return what the worst action of the game costs, 0 where that is not known."""
+        """Return the cost of the worst action of the game, 0 where it is not known."""
         table = getattr(self.game.unwrapped, "P", None)
         if table is None:
             return self.family.step_cost if self.family else 0.0

@@ -202,7 +202,7 @@ def _number(value: object) -> float | None:
 
 
 def _reward_problem(amount: float | None) -> str | None:
-    """Return what is expected of a reward or a part of one that can't be taken, None for one that can."""
+    """Return the fault of a reward or of a part of one, None where there is none."""
     if amount is None or not math.isfinite(amount):
         return "expected a finite number"
     if abs(amount) >= MAX_REWARD:

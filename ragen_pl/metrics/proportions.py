@@ -48,7 +48,7 @@ def wilson(proportion: float, *, count: float) -> Proportion:
 
 
 def objective(metrics: Mapping[str, float], prefix: str = "") -> float | None:
-    """Return what sweeps maximize: the success, or the return where the environment reports no success.
+    """Return the objective of sweeps: the success, or the return where the environment reports no success.
 
     >>> objective({"val/success": 0.0, "val/return": 2.5, "val/success_reported": 0.0}, "val/")
     2.5
