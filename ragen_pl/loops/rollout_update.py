@@ -14,6 +14,8 @@ next one in the middle. Here the resumed run finishes the iteration first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import lightning
@@ -140,18 +142,16 @@ class RolloutUpdateLoop(_FitLoop):
 
     def advance(self) -> None:
         """Run the update phase, or only the validation that is left of a resumed one, and validate the last weights."""
+        due = False
         if not self._finishing:
             super().advance()
-        elif not self._validated:
+        else:
             assert self._data_fetcher is not None
-            if self.epoch_loop._should_check_val_fx(self._data_fetcher):
+            due = self.epoch_loop._should_check_val_fx(self._data_fetcher)
+        due = due or (is_last_iteration(self.trainer) and self.trainer.enable_validation)
+        if due and not self._validated:
+            with self._before_the_last_step_is_counted():
                 self._validate()
-        if (
-            is_last_iteration(self.trainer)
-            and not self._validated
-            and self.trainer.enable_validation
-        ):
-            self._validate()
 
     def on_advance_end(self) -> None:
         """Drop the buffer and end the iteration. A checkpoint of its end does not hold the buffer.
@@ -180,9 +180,17 @@ class RolloutUpdateLoop(_FitLoop):
         """Log the metrics of the iteration that have not been logged yet."""
         connector = self.trainer._logger_connector
         connector.on_epoch_end()
-        # the step that loggers know of the last minibatch
+        with self._before_the_last_step_is_counted():
+            connector.update_train_epoch_metrics()
+
+    @contextmanager
+    def _before_the_last_step_is_counted(self) -> Iterator[None]:
+        """Show loggers and checkpoints the step of the last minibatch, as they see it inside of the update phase.
+
+        It stays after an error, for the checkpoint that is written then.
+        """
         self.epoch_loop._batches_that_stepped -= 1
-        connector.update_train_epoch_metrics()
+        yield
         self.epoch_loop._batches_that_stepped += 1
 
     def on_save_checkpoint(self) -> dict[str, Any]:
