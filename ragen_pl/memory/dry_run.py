@@ -29,6 +29,7 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.images import HELD_BYTES
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.separate_gradients import SeparateGradients
 from ragen_pl.optimizers import MasterWeights, OptimizerFactory
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
 from ragen_pl.run.start_check import engine_class
@@ -137,9 +138,12 @@ def _count_passes(agent: AgentModule, live: LiveMemory, workload: Workload) -> C
     live.reset_peak()
     with live:
         with agent.trainer.precision_plugin.forward_context():
-            loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
-        loss.backward()
-        del loss
+            result = agent.loss(agent.scorer.score_minibatch(batch), batch)
+        separate = SeparateGradients()
+        if result.separate is not None:
+            separate.add(result.separate, agent)
+        result.loss.backward()
+        del result
         kept = _drop_unused(trained) if workload.accumulates else 0
         return live.peak + Counter(gradients=kept)
 

@@ -63,7 +63,7 @@ def score_distributions(
 
     The same values as `log_distribution` with `gather`, `entropy` and `full_kl` give. One tensor of the logits' shape
     is kept for the gradient, and another for that of a divergence; autograd would keep six. The gradient of a
-    divergence is written over the latter, so the backward pass can run once.
+    divergence is written over the latter, unless the graph is kept for another backward pass.
 
     Args:
         logits: `[tokens, vocab]`, used up: the computation overwrites them.
@@ -118,7 +118,11 @@ class _DistributionScores(torch.autograd.Function):
         log_probs, probs, tokens, temperature, banned = ctx.saved_tensors
         of_logprobs, of_entropy, of_kl = (None if g is None else g[:, None] for g in gradients)
         # the gradient of the log-probs, and then in its place that of the logits
-        gradient = torch.zeros_like(log_probs) if probs is None else probs.mul_(-of_kl)
+        if probs is None:
+            gradient = torch.zeros_like(log_probs)
+        else:
+            is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
+            gradient = torch.mul(probs, -of_kl, out=None if is_kept else probs)
         if ctx.entropy_gradient:
             own = log_probs.exp()
             gradient.sub_(own * of_entropy).sub_((log_probs * of_entropy).mul_(own))

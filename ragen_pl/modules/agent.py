@@ -30,7 +30,7 @@ from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.guard import GuardedModule
-from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.modules.losses import LossResult, UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import add_scores, prepare_batch
@@ -271,18 +271,31 @@ class AgentModule(GuardedModule):
 
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a minibatch's loss, of which the mean over ranks is the global one, and its sums."""
+        result = self._result(batch)
+        return result.loss * batch.scale, result.sums
+
+    @property
+    def separate_norm(self) -> float | None:
+        """Largest norm of the gradient of the penalty on the divergence, if that is clipped by itself."""
+        return self.loss.kl.clip_norm if self.loss.kl and self.loss.separates_kl else None
+
+    def _result(self, batch: Minibatch) -> LossResult:
         scores = self.scorer.score_minibatch(batch)
         if self._adds_scores:
             add_scores(self.preparation, batch.samples, scores)
             self._adds_scores = not batch.ends_step
-        result = self.loss(scores, batch)
-        return result.loss * batch.scale, result.sums
+        return self.loss(scores, batch)
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        """Return the loss of a minibatch, and count its sums."""
-        loss, sums = self.losses(batch)
-        self.statistics.update(sums)
-        return loss
+        """Return the loss of a minibatch without its separate term, and count its sums."""
+        result = self._result(batch)
+        self.statistics.update(result.sums)
+        loss = result.loss
+        if result.separate is not None:
+            steps = self.trainer.accumulate_grad_batches
+            self.separate.add(result.separate * batch.scale / steps, self)
+            loss = loss - result.separate
+        return loss * batch.scale
 
     def schedule_settings(self) -> dict[str, float]:
         """Return the settings of the schedule."""

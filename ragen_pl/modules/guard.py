@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
-from ragen_pl.distributed import any_over_ranks, gather_over_ranks, whole
+from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, whole, world_size
 from ragen_pl.finite import NonFiniteError, largest
 from ragen_pl.modules.empty_steps import LeavesEmptySteps
 from ragen_pl.modules.optimized import OptimizedModule
@@ -34,12 +34,16 @@ from ragen_pl.modules.recording import (
     record,
     repeat,
 )
+from ragen_pl.modules.separate_gradients import SeparateGradients
+from ragen_pl.rank_states import by_rank
 from ragen_pl.seeding import random_state
 
 FOLDER = "bad_batch"
 """Folder in the run's one for the step that ended it."""
 
 _STATE = "steps"
+# name of the norm of the separate term: the penalty on the divergence
+_SEPARATE = "kl"
 _RECENT, _FRACTION = 1000, 0.01
 
 
@@ -122,6 +126,7 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
         super().__init__()
         self.skipped = SkippedSteps(limit=max_skipped_steps)
         self.gradient_norms: dict[str, float] = {}
+        self.separate = SeparateGradients()
         # of the minibatches since the last step
         self._losses_are_finite: Tensor | bool = True
         self._random: dict[int, dict[str, Tensor]] = {}
@@ -132,6 +137,11 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
         for group in optimizer.param_groups:
             groups.setdefault(group["name"], []).extend(group["params"])
         return groups
+
+    @property
+    def separate_norm(self) -> float | None:
+        """Largest norm of the gradients in `separate`; None where no term is clipped by itself."""
+        return None
 
     def begin_update(self) -> None:
         """Start the norms and counts of an update phase."""
@@ -162,7 +172,8 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
     ) -> None:
         """Clip the gradients by the norms of their groups, or drop them all if one is not finite.
 
-        Those of a group that the step does not train are dropped before.
+        Those of a group that the step does not train are dropped before. Those of a separate term are clipped by their
+        own norm and added.
 
         Raises:
             SkippedStepsError: too many steps were skipped.
@@ -173,6 +184,9 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
             name: torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
             for name, weights in groups.items()
         }
+        if self.separate_norm is not None:
+            self.separate.average_over_ranks(self)
+            norms[_SEPARATE] = self.separate.norm()
         values = {name: float(whole(norm)) for name, norm in norms.items()}
         is_finite = all(map(math.isfinite, values.values())) and bool(self._losses_are_finite)
         skipped = any_over_ranks(not is_finite)
@@ -188,6 +202,9 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
         elif gradient_clip_val is not None:
             for name, weights in groups.items():
                 torch.nn.utils.clip_grads_with_norm_(weights, gradient_clip_val, norms[name])
+        if self.separate_norm is not None and not skipped:
+            self.separate.add_to(self, max_norm=self.separate_norm, norm=norms[_SEPARATE])
+        self.separate.clear()
         self.skipped.note(skipped=skipped)
         too_many = self.skipped.too_many() if skipped and not lowers_scale else None
         if too_many is not None:
@@ -197,11 +214,13 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the norms and counts, and the state of an unfinished step."""
         super().on_save_checkpoint(checkpoint)
+        separate = self.separate.state_dict()
         checkpoint[_STATE] = {
             "skipped": self.skipped.state_dict(),
             "gradient_norms": dict(self.gradient_norms),
             "empty_steps": dict(self.empty_steps),
             "losses_are_finite": not any_over_ranks(not self._losses_are_finite),
+            "separate": by_rank(separate, name="separate_gradients") if separate else [],
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -214,6 +233,9 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
             self.gradient_norms = dict(state["gradient_norms"])
             self.empty_steps = dict(state.get("empty_steps", {}))
             self._losses_are_finite = state["losses_are_finite"]
+            separate = state.get("separate", [])
+            if len(separate) == world_size():
+                self.separate.load_state_dict(separate[rank()])
 
     # ---- skipped steps
 

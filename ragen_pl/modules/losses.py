@@ -54,9 +54,11 @@ class ReferenceKL:
         aggregation: how the divergences of tokens are averaged in the loss.
         place: in the loss or in the reward.
         reference: how the reference is built and how it follows the policy.
+        clip_norm: largest norm of the penalty's gradient in the loss, which is then clipped apart from that of the
+            other terms and takes a second backward pass; None for one norm of all terms.
 
     Raises:
-        ValueError: the penalty is in the reward with another estimator than k1.
+        ValueError: the penalty is in the reward with another estimator than k1 or with `clip_norm`.
     """
 
     needs_trust = ()
@@ -69,8 +71,14 @@ class ReferenceKL:
     ] = Aggregation.SEQ_MEAN_TOKEN_SUM
     place: KLPlace = KLPlace.LOSS
     reference: Reference = field(default_factory=InitialPolicy)
+    clip_norm: Positive | None = None
 
     def __post_init__(self) -> None:
+        if self.place is KLPlace.REWARD and self.clip_norm is not None:
+            raise ValueError(
+                f"algorithm.loss.kl.clip_norm={self.clip_norm}: in the reward (algorithm.loss.kl.place=reward) the "
+                "penalty has no gradient of its own; set algorithm.loss.kl.clip_norm=null, or place=loss"
+            )
         if self.place is KLPlace.REWARD and self.estimator is not KLEstimator.K1:
             raise ValueError(
                 f"algorithm.loss.kl.estimator={self.estimator}: in the reward (algorithm.loss.kl.place=reward) it has "
@@ -85,9 +93,16 @@ class ReferenceKL:
 
 @dataclass(slots=True)
 class LossResult:
-    """A minibatch's part of the optimizer step's loss, and sums for metrics."""
+    """A minibatch's part of the optimizer step's loss, and sums for metrics.
+
+    Attributes:
+        loss: all terms, float `[]`.
+        separate: the term among them whose gradient is clipped by itself; None for none.
+        sums: sums for metrics by name, without gradients.
+    """
 
     loss: Tensor
+    separate: Tensor | None
     sums: dict[str, Tensor]
 
 
@@ -264,6 +279,11 @@ class UpdateLoss:
         return kl is not None and kl.place is KLPlace.LOSS and kl.coefficient > 0
 
     @property
+    def separates_kl(self) -> bool:
+        """Whether the gradient of the penalty is clipped apart from that of the other terms."""
+        return self._has_kl and self.kl is not None and self.kl.clip_norm is not None
+
+    @property
     def _average_over_rows(self) -> str | None:
         """The setting of an average that depends on how episodes are divided into rows."""
         kl, key = self.kl, "algorithm.loss"
@@ -321,7 +341,8 @@ class UpdateLoss:
             "kl": kl_sum,
             "kl_tokens": kl_tokens,
         }
-        return LossResult(loss, {name: value.detach() for name, value in sums.items()})
+        separate = kl if self.separates_kl and kl.requires_grad else None
+        return LossResult(loss, separate, {name: value.detach() for name, value in sums.items()})
 
     def _value_loss(self, scores: TokenScores, batch: Minibatch) -> Tensor:
         """Return the critic's loss over its tokens."""

@@ -113,8 +113,15 @@ def test_resuming_with_all_kinds_of_state_is_exact(setup_of, tmp_path):
 
 
 def test_resuming_between_microbatches_is_exact(setup_of, tmp_path):
-    """Their number differs between iterations, and the Trainer's accumulation with it; some ids are not sampled."""
-    setup = setup_of(tokens_per_microbatch=150, dropout=0.1, truncation={"top_p": 0.9, "top_k": 20})
+    """Their number differs between iterations, and the Trainer's accumulation with it; some ids are not sampled, and
+    the penalty's gradient is clipped by itself.
+    """
+    setup = setup_of(
+        tokens_per_microbatch=150,
+        dropout=0.1,
+        truncation={"top_p": 0.9, "top_k": 20},
+        kl={"clip_norm": 0.1},
+    )
     assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), every=5) >= 6
 
 

@@ -18,6 +18,7 @@ def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
         run.run(
             "warm_start.enabled=false",
             "trainer.max_epochs=2",
+            "algorithm.loss.kl.clip_norm=0.5",
             "+callbacks.record._target_=killing.Record",
             f"+callbacks.record.folder={run.folder.parent}",
             *overrides,
@@ -82,6 +83,7 @@ def test_a_checkpoint_inside_a_step_has_a_file_for_each_rank_and_is_resumed_exac
         "trainer.devices=2",
         "trainer.strategy=ddp",
         "trainer.accumulate_grad_batches=2",
+        "algorithm.loss.kl.clip_norm=0.5",
         "trainer.max_epochs=2",
         "ckpt_path=auto",
     )
@@ -97,7 +99,11 @@ def test_a_checkpoint_inside_a_step_has_a_file_for_each_rank_and_is_resumed_exac
     assert first.code == -signal.SIGKILL
     last = killed / "run" / "checkpoints" / "last.ckpt"
     (folder,) = last.parent.glob("*.shards")
-    names = {f"{kind}_{rank}.pt" for kind in ("samples", "gradients") for rank in range(2)}
+    names = {
+        f"{kind}_{rank}.pt"
+        for kind in ("samples", "gradients", "separate_gradients")
+        for rank in range(2)
+    }
     assert {file.name for file in folder.iterdir()} == names | {"files.json"}
     states = torch.load(last, weights_only=True)["loops"]["fit_loop"]["state_dict"]["gradients"]
     assert [entry["name"] for entry in states["files"]] == ["gradients_0.pt", "gradients_1.pt"]
