@@ -80,7 +80,8 @@ def main() -> None:
     if args.action == "run":
         weights = out / "warm_start" / "warm_start.pt"
         common = (
-            "experiment=without_plans",
+            "env=frozenlake_visual",
+            "algorithm=trico",  # whose loss covers the thoughts
             f"seed={args.seed}",
             "callbacks.progress=null",
             *args.overrides,
@@ -107,7 +108,7 @@ def main() -> None:
         page=args.page,
         command=" ".join(
             (
-                "python -m ragen_pl.fit experiment=without_plans",
+                "python -m ragen_pl.fit env=frozenlake_visual algorithm=trico",
                 *collapsing,
                 f"trainer.max_epochs={args.iterations}",
                 *PROBED,

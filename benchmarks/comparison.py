@@ -24,7 +24,7 @@ from comparison_report import write_report
 ROOT = Path(__file__).parents[1]
 # demonstrations without plans, so that algorithms differ by what they teach
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
-    "frozenlake_visual": ("experiment=without_plans",),
+    "frozenlake_visual": ("env=frozenlake_visual",),
     "sokoban_visual": (
         "env=sokoban_visual", "env.kwargs.plans=false", "env.kwargs.max_pushes=2", "env.max_turns=12",
         "model=small_vlm", "warm_start.steps=1200", "warm_start.episodes=4096", "warm_start.demonstrator.noise=0.85",

@@ -46,8 +46,8 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def settings() -> DictConfig:
-    # its environment changes none of the keys of rollout and warm_start
-    return composed("experiment=without_plans")
+    # the environment changes one key of rollout and warm_start
+    return composed("env=frozenlake_visual", "warm_start.steps=400")
 
 
 def test_the_page_of_keys_is_up_to_date() -> None:

@@ -8,11 +8,11 @@ import pytest
 
 
 @pytest.mark.slow
-def test_ten_iterations_double_the_success_of_the_warm_start(tmp_path):
+def test_eight_iterations_double_the_success_of_the_warm_start(tmp_path):
     overrides = [
-        "experiment=without_plans",
-        "trainer.max_epochs=10",
-        "trainer.check_val_every_n_epoch=10",
+        "env=frozenlake_visual",
+        "trainer.max_epochs=8",
+        "trainer.check_val_every_n_epoch=8",
         "validation.episodes=256",
         "logger=csv",
         f"paths.root={tmp_path}",
@@ -22,7 +22,7 @@ def test_ten_iterations_double_the_success_of_the_warm_start(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=900,
+        timeout=7200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (run,) = (tmp_path / "frozenlake_visual").iterdir()

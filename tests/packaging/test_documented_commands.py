@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from ragen_pl.config.composition import compose_accepted
 
-LIMIT_S = 240
+LIMIT_S = 3600
 # Pages whose commands train for minutes.
 LONG = ("adaptive", "world_model")
 REASONS = ("set-up", "server", "other hardware", "asks for keys")
