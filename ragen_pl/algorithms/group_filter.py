@@ -78,6 +78,8 @@ class TopFraction(Filter):
 class TopCount(Filter):
     """Keep `count` groups, those with the highest deviation."""
 
+    needs_trust = ()
+
     count: Count
 
     def __call__(self, returns: Tensor, group: Tensor) -> Tensor:
@@ -89,6 +91,8 @@ class TopCount(Filter):
 @dataclass(frozen=True, kw_only=True)
 class TopMass(Filter):
     """Keep the fewest groups that hold this fraction of the summed deviation (top-p), and at least `minimum`."""
+
+    needs_trust = ()
 
     fraction: PositiveFraction = 0.9
     minimum: Count = 1

@@ -46,6 +46,7 @@ def all_text(labels: Tensor, turn: Tensor) -> Tensor:
     return turn >= 0
 
 
+@needs_trust()
 def no_special(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Leave out the format's tags and the end-of-turn token.
 
@@ -55,6 +56,7 @@ def no_special(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tens
     return _fill_empty_turns((labels != Span.TAG) & (labels != Span.END), labels, turn, fill_empty)
 
 
+@needs_trust()
 def think_weighted(labels: Tensor, turn: Tensor, *, think: float = 0.5) -> Tensor:
     """Give sampled tokens weight 1 and those of the reasoning `think`; for M_loss only.
 
@@ -88,6 +90,7 @@ def above_quantile(
     return mask if lowest is None else mask & (values.float() >= lowest)
 
 
+@needs_trust()
 def action_span(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Keep the tokens between `<answer>` and `</answer>`, the tags left out.
 
@@ -97,6 +100,7 @@ def action_span(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Ten
     return _fill_empty_turns(labels == Span.ACTION, labels, turn, fill_empty)
 
 
+@needs_trust()
 def think_span(labels: Tensor, turn: Tensor, *, fill_empty: bool = True) -> Tensor:
     """Keep the tokens between `<think>` and `</think>`, the tags left out.
 

@@ -64,6 +64,8 @@ class Correction(Protocol):
 class TruncatedWeights(Correction):
     """Weight equal to the ratio, at most `cap` (truncated importance sampling; Yao et al., 2025)."""
 
+    needs_trust = ()
+
     cap: Positive = 2.0
     level: Level = Level.TOKEN
 
@@ -76,6 +78,8 @@ class TruncatedWeights(Correction):
 @dataclass(frozen=True, kw_only=True)
 class MaskedWeights(Correction):
     """Weight equal to the ratio inside the bounds, 0 outside (masked importance sampling)."""
+
+    needs_trust = ()
 
     low: FractionBelowOne = 0.5
     high: Annotated[float, Gt(1)] = 2.0

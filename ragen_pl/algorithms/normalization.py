@@ -88,6 +88,8 @@ class Raw(Normalizer):
 class ByGroup(Normalizer):
     """Center and scale by the group's own returns (its start state's; GRPO's step of the ladder)."""
 
+    needs_trust = ()
+
     scope: ClassVar[StandardizationScope | None] = "group"
 
     scale_by_std: bool = True
@@ -106,6 +108,8 @@ class ByGroup(Normalizer):
 class ByBatch(Normalizer):
     """Center and scale by all returns of the iteration (BRPO's step of the ladder)."""
 
+    needs_trust = ()
+
     scale_by_std: bool = True
 
     def __call__(
@@ -122,6 +126,8 @@ class ByBatch(Normalizer):
 @dataclass(kw_only=True)
 class Running(Normalizer):
     """Center and scale by statistics of all iterations; older ones are multiplied by `decay` an iteration."""
+
+    needs_trust = ()
 
     decay: PositiveFraction = 0.99
 

@@ -88,6 +88,8 @@ def sequence_surrogate(
 class SequencePolicyLoss(PolicyLoss):
     """One clipped ratio for each response (GSPO). Its bounds are much narrower than PPO's."""
 
+    needs_trust = ()
+
     has_dual_clip: ClassVar[bool] = False
     clip_low: PositiveFraction = 3e-4
     clip_high: Positive = 4e-4
@@ -152,6 +154,8 @@ def cispo(
 @dataclass(kw_only=True)
 class ClippedWeightLoss(PolicyLoss):
     """REINFORCE weighed by a clipped ratio without gradient (CISPO)."""
+
+    needs_trust = ()
 
     has_dual_clip: ClassVar[bool] = False
     clip_low: PositiveFraction = 1.0

@@ -176,6 +176,8 @@ class MovingAverage:
         decay: Fraction of its own weights that the reference keeps each iteration.
     """
 
+    needs_trust = ()
+
     decay: FractionBelowOne = 0.9
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
@@ -194,6 +196,8 @@ class MovingAverage:
 @dataclass(frozen=True)
 class AdaptersOff:
     """The policy with its LoRA adapters switched off, without a second copy of the weights."""
+
+    needs_trust = ()
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the same model without its adapters.

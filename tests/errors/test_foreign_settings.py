@@ -79,6 +79,27 @@ def test_every_shipped_class_declares_what_others_may_not_set(path):
         assert reaching <= firsts
 
 
+# components that no file of conf/ names and a run may have instead of those that one does
+ALTERNATIVES = (
+    "advantages.turn_baseline.TurnLeaveOneOut", "group_filter.TopCount", "group_filter.TopMass", "masks.think_span",
+    "masks.think_weighted", "masks.no_special", "mismatch.TruncatedWeights", "mismatch.MaskedWeights",
+    "normalization.ByGroup", "normalization.ByBatch", "normalization.Running", "ratio_losses.SequencePolicyLoss",
+    "ratio_losses.ClippedWeightLoss",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"ragen_pl.algorithms.{name}" for name in ALTERNATIVES),
+        "ragen_pl.modules.reference.MovingAverage",
+        "ragen_pl.modules.reference.AdaptersOff",
+    ],
+)
+def test_components_of_an_algorithm_need_no_trust(path):
+    assert declared_trust(path) == ()
+
+
 def test_a_class_without_a_declaration_is_refused(run, monkeypatch):
     monkeypatch.setattr(trust, "declared_trust", lambda path: None)
     with pytest.raises(ConfigError, match=r"(env\.target|model\.build\._target_)=.* may start"):

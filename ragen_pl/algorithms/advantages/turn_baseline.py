@@ -74,6 +74,8 @@ class TurnLeaveOneOut(Estimator):
         absent: how members that had stopped before a turn count.
     """
 
+    needs_trust = ()
+
     needs_groups: ClassVar[bool] = True
     gamma: Fraction = 1.0
     absent: Absent = Absent.LEFT_OUT
