@@ -8,11 +8,11 @@ import pytest
 
 
 @pytest.mark.slow
-def test_eight_iterations_double_the_success_of_the_warm_start(tmp_path):
+def test_six_iterations_double_the_success_of_the_warm_start(tmp_path):
     overrides = [
         "env=frozenlake_visual",
-        "trainer.max_epochs=8",
-        "trainer.check_val_every_n_epoch=8",
+        "trainer.max_epochs=6",
+        "trainer.check_val_every_n_epoch=6",
         "validation.episodes=256",
         "logger=csv",
         f"paths.root={tmp_path}",
