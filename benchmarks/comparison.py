@@ -56,7 +56,7 @@ FURTHER: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _WHOLE_EPISODES = ("rico",)
 # RICO's warm start (16 episodes per step) has about as many demonstrated turns as the others' (64 turns per step).
-_STEPS_OF_EPISODES = {"frozenlake_visual": 400, "sokoban_visual": 450}
+_STEPS_OF_EPISODES = {"frozenlake_visual": 300, "sokoban_visual": 450}
 
 
 @dataclass(frozen=True, kw_only=True)

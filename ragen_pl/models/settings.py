@@ -127,6 +127,13 @@ def _training_problems(cfg: DictConfig, build: Mapping[str, Any]) -> Iterator[st
             f"model.build.dtype=float16: gradients through it underflow with trainer.precision={precision}; set "
             "trainer.precision=16-mixed, or model.build.dtype=bfloat16"
         )
+    clip_norm = OmegaConf.select(cfg, "algorithm.loss.kl.clip_norm")
+    if clip_norm is not None and precision in _SCALED:
+        yield (
+            f"algorithm.loss.kl.clip_norm={clip_norm}: its second backward pass takes no scaled loss, as "
+            f"trainer.precision={precision} needs; set algorithm.loss.kl.clip_norm=null, or "
+            "trainer.precision=bf16-mixed"
+        )
     if lora is not None and (dropout := lora.get("lora_dropout")):
         yield (
             f"model.build.lora.lora_dropout={dropout}: an update with dropout would be compared with old log-probs "

@@ -9,8 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 # gradients of weights that some ranks have not used
 _TORCH_OF_FSDP2 = (2, 13)
-# precisions whose loss is scaled
-_SCALED = ("16-mixed", "16", 16)
 
 
 def strategy_name(strategy: object) -> str:
@@ -57,19 +55,6 @@ class StrategyRules:
                 f"{key}: it shards layers in ways that this trainer's modules do not describe, and writes folders for "
                 "checkpoints; set trainer.strategy=fsdp2"
             )
-        clip_norm = OmegaConf.select(cfg, "algorithm.loss.kl.clip_norm")
-        if clip_norm is not None and is_fsdp2(strategy):
-            yield (
-                f"algorithm.loss.kl.clip_norm={clip_norm}: its second backward pass needs whole weights, which FSDP2 "
-                "shards; set algorithm.loss.kl.clip_norm=null, or trainer.strategy=ddp"
-            )
-        precision = OmegaConf.select(cfg, "trainer.precision")
-        if clip_norm is not None and precision in _SCALED:
-            yield (
-                f"algorithm.loss.kl.clip_norm={clip_norm}: its second backward pass takes no scaled loss, as "
-                f"trainer.precision={precision} needs; set algorithm.loss.kl.clip_norm=null, or "
-                "trainer.precision=bf16-mixed"
-            )
         if is_fsdp2(strategy):
             yield from _fsdp2_problems(cfg, ranks=ranks)
         rollout, longest = (
@@ -97,7 +82,7 @@ def _fsdp2_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
             f"trainer.strategy.shard_size={size}: expected a divisor of the {ranks} ranks; set the number of devices "
             "of a machine"
         )
-    if precision in _SCALED:
+    if precision in ("16-mixed", "16", 16):
         yield (
             f"trainer.precision={precision}: FSDP2 takes no scaled loss; set trainer.precision=bf16-mixed"
         )
@@ -111,6 +96,12 @@ def _fsdp2_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
                 f"{node}._target_={optimizer}: it can't step sharded weights; set {node}._target_=torch.optim.AdamW or "
                 "torchao.optim.AdamW8bit"
             )
+    clip_norm = OmegaConf.select(cfg, "algorithm.loss.kl.clip_norm")
+    if clip_norm is not None:
+        yield (
+            f"algorithm.loss.kl.clip_norm={clip_norm}: its second backward pass needs whole weights, which FSDP2 "
+            "shards; set algorithm.loss.kl.clip_norm=null, or trainer.strategy=ddp"
+        )
     left_out = ("context.leave_out.patches", "context.leave_out.turns")
     if any(OmegaConf.select(cfg, key) for key in left_out):
         yield (

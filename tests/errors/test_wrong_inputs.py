@@ -134,6 +134,18 @@ OF_THE_COMMAND = [
         "rollout_timeout_s=90: .*at most trainer.timeout_s=60",
     ),
     (f"{SHARDED} trainer.precision=16-mixed", "takes no scaled loss; set .*bf16-mixed"),
+    (
+        f"{SHARDED} algorithm.loss.kl.clip_norm=1",
+        "clip_norm=1: .* which FSDP2 shards; set .*clip_norm=null, or trainer.strategy=ddp",
+    ),
+    (
+        "algorithm.loss.kl.clip_norm=1 trainer.precision=16-mixed",
+        "clip_norm=1: .* no scaled loss, .* or trainer.precision=bf16-mixed",
+    ),
+    (
+        "algorithm.loss.kl.clip_norm=1 algorithm.loss.kl.place=reward algorithm.loss.kl.estimator=k1",
+        "clip_norm=1.*: in the reward .* no gradient of its own; set .*clip_norm=null, or place=loss",
+    ),
     (f"{SHARDED} context.leave_out.patches=0.5", "leave_out: .* or trainer.strategy=ddp"),
     (
         f"{SHARDED} optimizer._target_=bitsandbytes.optim.AdamW8bit",
