@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,15 @@ KEPT = ("torch", "torchvision", "transformers")
 """Packages that stay as they are."""
 # builds for another torch that break vLLM's import, and nothing here hears or films
 _LEFT_OUT = {"torchaudio", "torchcodec", "setuptools"}
-_CHECK = "import vllm, vllm._C; from vllm import LLM"
+# the platform knows which of its compiled kernels this processor runs, and only warns where they do not load
+_CHECK = """
+import torch
+from vllm import LLM
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+if not hasattr(torch.ops._C, "rms_norm"):
+    raise ImportError(f"the kernels for {current_platform.device_name or 'this machine'} have not loaded")
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +116,11 @@ def _check(package: str) -> int:
     if found.returncode == 0:
         print(f"{package} is installed; rollout/engine=vllm and rollout/engine=vllm_server use it")
         return 0
-    reason = (found.stderr.strip().splitlines() or ["no output"])[-1]
+    if found.returncode < 0:
+        reason = f"ended by {signal.Signals(-found.returncode).name}"
+    else:
+        reason = (found.stderr.strip().splitlines() or ["no output"])[-1]
+    print(found.stderr, file=sys.stderr, end="")
     print(
         f"ragen_pl: {package} does not run on torch {version('torch')} ({reason}); make an environment for it alone "
         f"(python -m venv VLLM && VLLM/bin/pip install {package}) and set rollout/engine=vllm_server "

@@ -61,22 +61,29 @@ def test_a_dry_run_changes_nothing(calls, capsys) -> None:
     assert capsys.readouterr().out.splitlines()[1:] == OTHERS
 
 
-def test_kernels_that_do_not_load_are_reported_with_the_remedy(monkeypatch, calls, capsys) -> None:
-    monkeypatch.setattr(install_vllm, "_CHECK", "fails")
+@pytest.mark.parametrize(
+    ("code", "stderr", "reason"),
+    [
+        (1, "Traceback\nImportError: undefined symbol\n", "ImportError: undefined symbol"),
+        (-4, "a warning\n", "ended by SIGILL"),
+    ],
+)
+def test_kernels_that_do_not_load_are_reported_with_the_remedy(
+    code, stderr, reason, monkeypatch, calls, capsys
+) -> None:
     fake = subprocess.run
 
     def run(command, **settings):
         done = fake(command, **settings)
         if command[1] == "-c":
-            done.returncode, done.stderr = 1, "Traceback\nImportError: undefined symbol\n"
+            done.returncode, done.stderr = code, stderr
         return done
 
     monkeypatch.setattr(subprocess, "run", run)
     assert install_vllm.main(["--build", "cuda"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        "ImportError: undefined symbol" in line and "rollout.engine.python=VLLM/bin/python" in line
-    )
+    *shown, line = capsys.readouterr().err.splitlines()
+    assert shown == stderr.splitlines()
+    assert f"({reason})" in line and "rollout.engine.python=VLLM/bin/python" in line
 
 
 def test_a_pip_that_fails_is_reported(monkeypatch, capsys) -> None:
