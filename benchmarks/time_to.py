@@ -94,7 +94,7 @@ class Clock(RolloutCallback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the end of a validation and its success."""
         success = float(trainer.callback_metrics["val/success"])
-        self._record("validated", success=success, iteration=trainer.current_epoch + 1)
+        self._record("validated", success=success)
 
 
 # the event that ends what another one began
@@ -113,12 +113,14 @@ class Timed:
         total: Seconds from the start of the process to its end.
         seconds: Seconds by phase.
         reached: Seconds without validations and iterations to each target that was reached.
+        success: Success of each validation by the number of iterations before it.
         metrics: The run's last metrics.
     """
 
     total: float
     seconds: dict[str, float] = field(default_factory=dict)
     reached: dict[float, tuple[float, int]] = field(default_factory=dict)
+    success: dict[int, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -163,6 +165,7 @@ def analysed(lines: list[dict[str, Any]], *, began: float, ended: float) -> Time
     result.seconds["start"] = built - began
     result.seconds["demonstrations"] = lines[first]["time"] - built
     open_since: dict[str, float] = {}
+    iterations = 0
     for line in lines[first:]:
         event, now = line["event"], line["time"]
         open_since[event] = now
@@ -174,11 +177,14 @@ def analysed(lines: list[dict[str, Any]], *, began: float, ended: float) -> Time
             open_since["update"] = now
         if event == "learned":
             result.seconds["scoring"] = line["scoring"]
+        if event == "played":
+            iterations += 1
         if event == "validated":
+            result.success[iterations] = line["success"]
             elapsed = now - began - result.seconds["validation"]
             for target in TARGETS:
                 if line["success"] >= target and target not in result.reached:
-                    result.reached[target] = (elapsed, int(line["iteration"]))
+                    result.reached[target] = (elapsed, iterations)
     # scoring is a part of the rollout phase
     result.seconds["rollout"] -= result.seconds["scoring"]
     result.seconds["summary"] = ended - open_since["learned"]
@@ -211,6 +217,9 @@ def main() -> None:
     )
     print("| | mean | " + " | ".join(f"seed {seed}" for seed in args.seeds) + " |")
     print("|---|" + "---|" * (1 + len(runs)))
+    for iterations in sorted(set.intersection(*(set(run.success) for run in runs))):
+        name = f"success after {iterations} iterations" if iterations else "success before RL"
+        print(row(name, [run.success[iterations] for run in runs], digits=3))
     print(row("success", [run.metrics["val/success"] for run in runs], digits=3))
     print(
         row(

@@ -6,13 +6,17 @@ state, and one policy object serves many environments.
 
 from __future__ import annotations
 
+import copy
 from enum import StrEnum
 from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
 
-from .base import Probability, checked_arguments
+from .base import Count, Probability, checked_arguments
+
+SEPARATOR = "||"
+"""What stands between the actions of a response."""
 
 
 class ScriptedPolicy(Protocol):
@@ -82,6 +86,47 @@ class NoisyPolicy:
             )
         action: int | str = environment.blind_action(rng)
         return action
+
+
+class SeveralActions:
+    """Demonstrator that writes the next few actions of another policy in one response.
+
+    It draws their number uniformly and foresees the states between them on a copy of the environment, with chance
+    drawn anew. Actions have names.
+
+    Args:
+        policy: The other policy.
+        most: Largest number of actions in a response, such as `env.max_actions_per_turn`.
+    """
+
+    needs_trust = ()
+
+    @checked_arguments
+    def __init__(self, *, policy: Any, most: Count) -> None:
+        self.policy: ScriptedPolicy = policy
+        self.most = most
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Return the names of the next actions, those up to the end of the episode if there are fewer."""
+        copied = copied_environment(env, rng)
+        names = copied.action_names
+        chosen: list[str] = []
+        for _ in range(rng.integers(1, self.most + 1)):
+            action = int(self.policy.act(copied, rng))
+            chosen.append(names[action])
+            _, _, terminated, truncated, _ = copied.step(action)
+            if terminated or truncated:
+                break
+        return f" {SEPARATOR} ".join(chosen)
+
+
+def copied_environment(env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> Any:
+    """Return a copy of an environment without its wrappers, whose random events are drawn from `rng`."""
+    environment = _environment(env)
+    spaces = (environment.action_space, environment.observation_space)
+    copied = copy.deepcopy(environment, {id(space): space for space in spaces})
+    copied.np_random = rng
+    return copied
 
 
 def random_action(env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:

@@ -224,8 +224,10 @@ def trained_groups(
         optimizer: Builds the optimizer that the config names.
         groups: Parameter groups, each with a `name`, and those of `module_groups` with their hidden matrices; frozen
             parameters are left out.
-        decay_vectors: Apply a weight decay to norms and biases too. Otherwise they become a group of their own, of the
-            same name.
+        decay_vectors: Apply a weight decay to norms and biases too. Otherwise they become a group of their own.
+
+    Returns:
+        Groups of one module, such as `policy`, `policy/vectors` and `policy/hidden`: see `module_name`.
     """
     hidden: set[Tensor] = set()
     trained: list[ParameterGroup] = []
@@ -253,17 +255,31 @@ def _split(group: ParameterGroup) -> list[ParameterGroup]:
     """Return a group's matrices, and its vectors without weight decay."""
     matrices = [weight for weight in group["params"] if weight.ndim > 1]
     vectors = [weight for weight in group["params"] if weight.ndim <= 1]
-    parts = [{**group, "params": matrices}, {**group, "params": vectors, "weight_decay": 0.0}]
-    return [part for part in parts if part["params"]]
+    apart = {**_renamed(group, "vectors"), "params": vectors, "weight_decay": 0.0}
+    return [part for part in ({**group, "params": matrices}, apart) if part["params"]]
 
 
 def _split_hidden(group: ParameterGroup, hidden: set[Tensor]) -> list[ParameterGroup]:
     """Return a group's hidden matrices, and its other weights."""
-    parts = [
-        {**group, "params": [w for w in group["params"] if (w in hidden) is inside], HIDDEN: inside}
-        for inside in (True, False)
-    ]
-    return [part for part in parts if part["params"]]
+    apart = {**_renamed(group, HIDDEN), "params": [w for w in group["params"] if w in hidden]}
+    others = {**group, "params": [w for w in group["params"] if w not in hidden]}
+    return [part for part in ({**apart, HIDDEN: True}, {**others, HIDDEN: False}) if part["params"]]
+
+
+def _renamed(group: ParameterGroup, part: str) -> ParameterGroup:
+    """Return a group with the name of a part of it, for `LearningRateMonitor` wants names that differ."""
+    return {**group, "name": f"{group['name']}/{part}"} if "name" in group else group
+
+
+def module_name(group: ParameterGroup) -> str:
+    """Return the name of the module whose weights a group of `trained_groups` holds.
+
+    Examples:
+        >>> module_name({"name": "policy/vectors", "params": []})
+        'policy'
+    """
+    name: str = group["name"]
+    return name.partition("/")[0]
 
 
 def schedule_by_iteration(

@@ -35,6 +35,7 @@ from ragen_pl.modules.recording import (
     repeat,
 )
 from ragen_pl.modules.separate_gradients import SeparateGradients
+from ragen_pl.optimizers import module_name
 from ragen_pl.rank_states import by_rank
 from ragen_pl.seeding import random_state
 
@@ -132,10 +133,10 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
         self._random: dict[int, dict[str, Tensor]] = {}
 
     def clipped_groups(self, optimizer: Optimizer) -> dict[str, list[Parameter]]:
-        """Return the weights whose gradients are clipped together, by name: those of the optimizer's groups."""
+        """Return the weights whose gradients are clipped together: those of a module, by its name."""
         groups: dict[str, list[Parameter]] = {}
         for group in optimizer.param_groups:
-            groups.setdefault(group["name"], []).extend(group["params"])
+            groups.setdefault(module_name(group), []).extend(group["params"])
         return groups
 
     @property

@@ -27,6 +27,7 @@ from ragen_pl.optimizers import (
     ParameterGroup,
     build_optimizer,
     class_of,
+    module_name,
     parameter_groups,
     trained_groups,
 )
@@ -83,13 +84,14 @@ class OptimizedModule(Recordable):
         raise NotImplementedError
 
     def record(self) -> Record:
-        """Return what the config asks of the optimizer: its class, groups, and the names of their weights."""
+        """Return what the config asks of the optimizer: its class, groups, their names and those of their weights."""
         names = {id(weight): name for name, weight in self.named_parameters()}
         vectors = self.optimization.decay_vectors
         groups = trained_groups(self.optimizer_factory, self._groups(), decay_vectors=vectors)
         probe = self.optimizer_factory([nn.Parameter(torch.zeros(1))])
         return {
             "class": class_of(probe),
+            "names": [group.get("name") for group in groups],
             "weights": [[names[id(weight)] for weight in group["params"]] for group in groups],
             "groups": [
                 {
@@ -110,8 +112,13 @@ class OptimizedModule(Recordable):
         """Arrange the optimizer's state in the present groups, which a weight decay may have split."""
         super().on_load_checkpoint(checkpoint)
         saved, self._resumed = checkpoint.get(RECORD), True
-        if saved is not None and saved["weights"] != (present := self.record()["weights"]):
-            saved = _arrange(checkpoint, saved, present)
+        present = self.record()
+        if saved is not None and saved["weights"] != present["weights"]:
+            saved = _arrange(checkpoint, saved, present["weights"])
+        for state in checkpoint.get("optimizer_states", ()):
+            # ranks that have written nothing have no state
+            for group, name in zip(state.get("param_groups", ()), present["names"], strict=False):
+                group.update({} if name is None else {"name": name})
         self._saved_record = saved
 
     def on_train_start(self) -> None:
@@ -160,7 +167,7 @@ def change_settings(
                 new_rates[number] = value
             else:
                 group[key] = value
-            text = f"{key} of the {group['name']} {_shown(before)} -> {_shown(value)}"
+            text = f"{key} of the {module_name(group)} {_shown(before)} -> {_shown(value)}"
             changes += [] if text in changes else [text]
     for key, before in saved["schedule"].items():
         if (value := present["schedule"].get(key, before)) != before:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import numpy as np
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.error_text import error_text
 from ragen_pl.prompt_formats import BLOCKS, REASONING, format_response, with_plan
+from ragen_pl.prompts.parsing import named_actions
 from ragen_pl.prompts.spatial_relations import relations_text
 from ragen_pl.rollout.responders import Episode, TextResponder
 
@@ -67,7 +69,10 @@ class ScriptedResponder(TextResponder):
             env = slot.env
             # an empty text is no action: nothing comes after it
             if BLOCKS[name].state == "after" and action != "":
-                env = _after_action(env.unwrapped, action, rng=rng)
+                actions = [action]
+                if isinstance(action, str):  # may name several
+                    actions = named_actions(action, slot.action_names, max_actions=len(action))
+                env = _after_actions(env.unwrapped, actions, rng=rng)
             texts[name] = _state_text(EnvironmentMembers(env))
         return format_response(episode.prompt_format, slot.action_text(action), blocks=texts)
 
@@ -78,10 +83,10 @@ def _state_text(members: EnvironmentMembers) -> str:
     return relations_text(relations) if relations is not None else str(members.describe() or "")
 
 
-def _after_action(
-    environment: Any, action: int | str, *, rng: np.random.Generator
+def _after_actions(
+    environment: Any, actions: Sequence[int | str], *, rng: np.random.Generator
 ) -> gymnasium.Env[Any, Any]:
-    """Return a copy of an environment after an action, its random events drawn from `rng`.
+    """Return a copy of an environment after actions, its random events drawn from `rng`.
 
     The copy does not foresee the environment's own random events.
     """
@@ -90,5 +95,8 @@ def _after_action(
         environment, {id(space): space for space in spaces}
     )
     copied.np_random = rng
-    copied.step(action)
+    for action in actions:
+        _, _, terminated, truncated, _ = copied.step(action)
+        if terminated or truncated:
+            break
     return copied

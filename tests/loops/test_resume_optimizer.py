@@ -8,13 +8,15 @@ import logging
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.optimized import RECORD
 from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.muon import MuonAdamW
-from ragen_pl.optimizers import MasterWeights
+from ragen_pl.optimizers import MasterWeights, module_name
 from ragen_pl.run.weights import check_resumable
 
 QUIET = {
@@ -63,7 +65,7 @@ class Look(pl.Callback):
         raise Enough
 
     def of(self, name: str) -> list[dict]:
-        return [group for group in self.groups if group["name"] == name]
+        return [group for group in self.groups if module_name(group) == name]
 
 
 def fit(
@@ -123,6 +125,8 @@ def test_settings_of_every_group_take_effect_and_the_state_is_kept(saved_by, kin
     decays = {group["weight_decay"] for group in after.of("policy")}
     # not of norms and biases, which are a group of their own now
     assert decays == {0.0, 0.1} and len(after.groups) > len(before.groups)
+    names = [group["name"] for group in after.groups]
+    assert len({*names}) == len(names)
     assert {tuple(group["betas"]) for group in after.groups if "betas" in group} == {(0.8, 0.95)}
     assert before.moments.keys() == after.moments.keys() and before.moments
     for name, state in before.moments.items():
@@ -257,3 +261,20 @@ def test_an_optimizer_that_can_not_continue_is_refused_in_one_line(saved_by, fac
     agent, _ = setup.build()
     agent.optimizer_factory = adamw(lr=1.0, weight_decay=0.3)
     check_resumable(file, agent, needed="agent", trusted=True)
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_lightnings_learning_rate_monitor_shows_every_group(setup_of, make, tmp_path):
+    setup = setup_of(learning_rate=3e-3)
+    agent, datamodule = setup.build()
+    agent.optimizer_factory = make(weight_decay=0.1)
+    monitor = LearningRateMonitor()
+    trainer = pl.Trainer(
+        **(QUIET | {"max_epochs": 1, "logger": CSVLogger(tmp_path)}),
+        callbacks=[RolloutUpdate(), monitor],
+    )
+    trainer.fit(agent, datamodule=datamodule)
+    (optimizer,) = trainer.optimizers
+    shown = {name.partition("/")[2] for name in monitor.lrs}
+    assert shown == {group["name"] for group in optimizer.param_groups}
+    assert {"policy/vectors", "critic/vectors"} < shown

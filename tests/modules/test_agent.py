@@ -192,7 +192,7 @@ def test_weights_without_decay_are_clipped_with_the_others_of_their_module(make)
     agent = make.agent(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1))
     optimizer = agent.configure_optimizers()["optimizer"]
     names = [group["name"] for group in optimizer.param_groups]
-    assert names == ["policy", "policy", "critic", "critic"]
+    assert names == ["policy", "policy/vectors", "critic", "critic/vectors"]
     for weight in agent.parameters():
         weight.grad = torch.ones_like(weight)
     agent.configure_gradient_clipping(optimizer, gradient_clip_val=1.0)

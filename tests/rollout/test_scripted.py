@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from trajectories import starts
 
-from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy
+from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy, SeveralActions
 from envs.trivial_policies import NoAnswer
 from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.prompt_formats import PromptFormat
@@ -74,6 +74,36 @@ def test_a_policy_without_an_answer_pays_the_format_penalty_in_every_format(lm, 
     for episode in proxy.rollout(ScriptedResponder(policy=NoAnswer()), SPECS, seed_key=("none",)):
         assert episode.error is None and episode.reward == pytest.approx(-0.05)
         assert not episode.turns[0].action_is_valid
+
+
+@pytest.mark.parametrize("target", ["ragen/FrozenLake-v0", "ragen/Sokoban-v0"])
+@pytest.mark.parametrize("prompt_format", ["free_think", "grounding_worldmodeling"])
+def test_several_actions_of_a_response_are_those_of_as_many_turns(lm, target, prompt_format):
+    def played(policy, most):
+        environments = EnvironmentManager(
+            target=target, max_turns=40, max_actions_per_turn=most, prompt_format=prompt_format
+        )
+        proxy = AgentProxy(
+            environments=environments, context=ContextManager(lm), max_response_tokens=1000
+        )
+        return proxy.rollout(ScriptedResponder(policy=policy), SPECS, seed_key=("several",))
+
+    def block(name, turn):
+        return turn.response_text.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
+
+    single = played(OptimalPolicy(), 1)
+    several = played(SeveralActions(policy=OptimalPolicy(), most=3), 3)
+    for one, other in zip(single, several, strict=True):
+        actions = [action for turn in other.turns for action in turn.actions]
+        assert other.success and other.error is None
+        # another shortest way may have been drawn
+        assert len(actions) == len(one.turns)
+        if prompt_format == "grounding_worldmodeling":
+            # what a turn foresees is what the next one sees
+            for turn, following in zip(other.turns, other.turns[1:], strict=False):
+                assert block("prediction", turn) == block("observation", following) != ""
+    counts = {len(turn.actions) for episode in several for turn in episode.turns}
+    assert counts == {1, 2, 3}
 
 
 def test_random_draws_depend_on_the_seeds_alone(lm):
