@@ -30,6 +30,18 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         "model=small_vlm", "warm_start.steps=1200", "warm_start.episodes=4096", "warm_start.demonstrator.noise=0.85",
     ),
 }  # fmt: skip
+# Only run if named by --environments.
+FURTHER_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
+    # up to three actions a turn: the policy chooses how long a turn is
+    "sokoban": (
+        "env=sokoban", "env.kwargs.plans=false", "env.kwargs.max_pushes=2", "env.max_turns=6",
+        "env.max_actions_per_turn=3",
+        "model=small_lm", "rollout.max_response_tokens=40", "warm_start.steps=500", "warm_start.episodes=4096",
+        "~warm_start.demonstrator.noise", "~warm_start.demonstrator.base",
+        "warm_start.demonstrator={_target_: ragen_pl.envs.policies.SeveralActions, most: 3, policy: {_target_: "
+        "ragen_pl.envs.policies.NoisyPolicy, noise: 0.7, base: optimal}}",
+    ),
+}  # fmt: skip
 _ALL_SAMPLED = "algorithm.masks.advantage._target_=ragen_pl.algorithms.masks.sampled"
 _ALL_ONE = tuple(
     f"algorithm.estimator.{name}=1.0"
@@ -46,8 +58,13 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
+# gamma and lambda of trico's turns
+_TURN_PPO = ("algorithm=turn_ppo", "algorithm.estimator.gamma=0.9", "algorithm.estimator.lam=0.7")
 # Only run if named by --algorithms.
 FURTHER: dict[str, tuple[str, ...]] = {
+    "trico_published": ("algorithm=trico_published",),
+    "hygae": (*_TURN_PPO, "algorithm.estimator.value_at=last_token"),
+    "turn_ppo": _TURN_PPO,
     "trico_adaptive": ("algorithm=trico_adaptive",),
     "trico_importance": ("algorithm=trico_importance",),
     "trico, a quarter of patches left out": (
@@ -84,7 +101,8 @@ class WarmStart:
         has_started = (self.folder(out) / "config.yaml").exists()
         own += ["ckpt_path=last"] if has_started else []
         return [
-            sys.executable, "-m", "ragen_pl.fit", *ENVIRONMENTS[self.environment], *own, f"seed={self.seed}",
+            sys.executable, "-m", "ragen_pl.fit", *(ENVIRONMENTS | FURTHER_ENVIRONMENTS)[self.environment], *own,
+            f"seed={self.seed}",
             f"paths.run_dir={self.folder(out)}", "logger=none", "callbacks.progress=null", "trainer.max_epochs=0",
             f"validation.episodes={args.validation_episodes}", "validation.blank=false", *args.overrides,
         ]  # fmt: skip
@@ -122,7 +140,7 @@ class Cell:
         weights = self.warm_start.weights(out)
         has_started = (folder / "config.yaml").exists()
         return [
-            sys.executable, "-m", "ragen_pl.fit", *ENVIRONMENTS[self.environment],
+            sys.executable, "-m", "ragen_pl.fit", *(ENVIRONMENTS | FURTHER_ENVIRONMENTS)[self.environment],
             *(ALGORITHMS | FURTHER)[self.algorithm], f"seed={self.seed}",
             f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
             "callbacks.trajectories=null", f"validation.episodes={args.validation_episodes}", "validation.blank=false",
@@ -180,7 +198,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="minutes of RL per run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--environments", nargs="+", default=tuple(ENVIRONMENTS), choices=ENVIRONMENTS
+        "--environments",
+        nargs="+",
+        default=tuple(ENVIRONMENTS),
+        choices=(*ENVIRONMENTS, *FURTHER_ENVIRONMENTS),
     )
     parser.add_argument(
         "--algorithms", nargs="+", default=tuple(ALGORITHMS), choices=(*ALGORITHMS, *FURTHER)
