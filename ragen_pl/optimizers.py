@@ -272,13 +272,13 @@ def _renamed(group: ParameterGroup, part: str) -> ParameterGroup:
 
 
 def module_name(group: ParameterGroup) -> str:
-    """Return the name of the module whose weights a group of `trained_groups` holds.
+    """Return the name of the module whose weights a group of `trained_groups` holds, empty for a nameless group.
 
     Examples:
         >>> module_name({"name": "policy/vectors", "params": []})
         'policy'
     """
-    name: str = group["name"]
+    name: str = group.get("name", "")
     return name.partition("/")[0]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
+from ragen_pl.optimizers import module_name
 
 
 class LeavesEmptySteps(pl.LightningModule):
@@ -53,7 +54,7 @@ class LeavesEmptySteps(pl.LightningModule):
         trained = dict(zip(names, flags, strict=True))
         for group in optimizer.param_groups:
             # the groups of a module that is trained alone have no names
-            name = group.get("name", next(iter(trained), ""))
+            name = module_name(group) or next(iter(trained), "")
             if not trained.get(name, True):
                 for weight in group["params"]:
                     weight.grad = None

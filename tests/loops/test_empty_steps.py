@@ -21,6 +21,7 @@ from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.optimizers import module_name
 
 GROUPS = ("policy", "critic")
 QUIET = {
@@ -46,7 +47,7 @@ class Watch(pl.Callback):
             for weight in group["params"]:
                 moments = optimizer.state.get(weight, {}).values()
                 tensors = [weight, *map(torch.as_tensor, moments)]
-                state.setdefault(group.get("name", ""), []).extend(copy.deepcopy(tensors))
+                state.setdefault(module_name(group), []).extend(copy.deepcopy(tensors))
         return state
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
