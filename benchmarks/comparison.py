@@ -42,6 +42,7 @@ FURTHER_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         "ragen_pl.envs.policies.NoisyPolicy, noise: 0.7, base: optimal}}",
     ),
 }  # fmt: skip
+_ALL_ENVIRONMENTS = ENVIRONMENTS | FURTHER_ENVIRONMENTS
 _ALL_SAMPLED = "algorithm.masks.advantage._target_=ragen_pl.algorithms.masks.sampled"
 _ALL_ONE = tuple(
     f"algorithm.estimator.{name}=1.0"
@@ -101,7 +102,7 @@ class WarmStart:
         has_started = (self.folder(out) / "config.yaml").exists()
         own += ["ckpt_path=last"] if has_started else []
         return [
-            sys.executable, "-m", "ragen_pl.fit", *(ENVIRONMENTS | FURTHER_ENVIRONMENTS)[self.environment], *own,
+            sys.executable, "-m", "ragen_pl.fit", *_ALL_ENVIRONMENTS[self.environment], *own,
             f"seed={self.seed}",
             f"paths.run_dir={self.folder(out)}", "logger=none", "callbacks.progress=null", "trainer.max_epochs=0",
             f"validation.episodes={args.validation_episodes}", "validation.blank=false", *args.overrides,
@@ -140,7 +141,7 @@ class Cell:
         weights = self.warm_start.weights(out)
         has_started = (folder / "config.yaml").exists()
         return [
-            sys.executable, "-m", "ragen_pl.fit", *(ENVIRONMENTS | FURTHER_ENVIRONMENTS)[self.environment],
+            sys.executable, "-m", "ragen_pl.fit", *_ALL_ENVIRONMENTS[self.environment],
             *(ALGORITHMS | FURTHER)[self.algorithm], f"seed={self.seed}",
             f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
             "callbacks.trajectories=null", f"validation.episodes={args.validation_episodes}", "validation.blank=false",
@@ -201,7 +202,7 @@ def main() -> None:
         "--environments",
         nargs="+",
         default=tuple(ENVIRONMENTS),
-        choices=(*ENVIRONMENTS, *FURTHER_ENVIRONMENTS),
+        choices=_ALL_ENVIRONMENTS,
     )
     parser.add_argument(
         "--algorithms", nargs="+", default=tuple(ALGORITHMS), choices=(*ALGORITHMS, *FURTHER)

@@ -16,7 +16,7 @@ import numpy as np
 from .base import Count, Probability, checked_arguments
 
 SEPARATOR = "||"
-"""What stands between the actions of a response."""
+"""Text between the actions of a response."""
 
 
 class ScriptedPolicy(Protocol):

@@ -92,10 +92,7 @@ class _Muon(Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the matrices that have a gradient; return the closure's result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
             for weight in group["params"]:
@@ -110,6 +107,14 @@ class _Muon(Muon):
                 # the root mean square of a step is about that of AdamW
                 weight.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(weight.shape)))
         return loss
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss of an optimizer's closure, which computes gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def orthogonalized(matrix: Tensor, *, steps: int = 5) -> Tensor:

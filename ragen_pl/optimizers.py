@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ragen_pl.distributed import world_size
-from ragen_pl.muon import HIDDEN, MuonAdamW, hidden_matrices
+from ragen_pl.muon import HIDDEN, MuonAdamW, evaluated, hidden_matrices
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 ParameterGroup = dict[str, Any]
@@ -76,10 +76,7 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the float32 copies and round them into the weights; return the closure's result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self._copy_weights()
         for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_settings(ours))

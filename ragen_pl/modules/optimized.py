@@ -84,7 +84,7 @@ class OptimizedModule(Recordable):
         raise NotImplementedError
 
     def record(self) -> Record:
-        """Return what the config asks of the optimizer: its class, groups, their names and those of their weights."""
+        """Return the optimizer of the config: its class, its groups, their names and those of their weights."""
         names = {id(weight): name for name, weight in self.named_parameters()}
         vectors = self.optimization.decay_vectors
         groups = trained_groups(self.optimizer_factory, self._groups(), decay_vectors=vectors)

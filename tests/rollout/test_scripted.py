@@ -99,7 +99,7 @@ def test_several_actions_of_a_response_are_those_of_as_many_turns(lm, target, pr
         # another shortest way may have been drawn
         assert len(actions) == len(one.turns)
         if prompt_format == "grounding_worldmodeling":
-            # what a turn foresees is what the next one sees
+            # the next turn sees the state that a turn foresees
             for turn, following in zip(other.turns, other.turns[1:], strict=False):
                 assert block("prediction", turn) == block("observation", following) != ""
     counts = {len(turn.actions) for episode in several for turn in episode.turns}
