@@ -1,63 +1,62 @@
-"""Speed and memory of models of real sizes on a GPU, by the trainer's own rollout and update.
+"""Speed and memory of models of real sizes on one GPU, by the trainer's own engine, update and commands.
 
     python benchmarks/gpu.py
+    python benchmarks/gpu.py --steps sampling update_images
 
-For each case the script prints
-- sampled tokens per second of the rollout engine, and of transformers' `generate` on the same dialogue;
-- trained tokens per second of the update, and the share of the GPU's peak that its matrix products reach (MFU;
-  Chowdhery et al., 2022, PaLM, appendix B). Recomputed activations do not count;
-- the measured peak of memory in rollout and update, beside that of the plan (`python -m ragen_pl.doctor`).
+Each step is a process of its own and takes up to a minute:
 
-The weights are random, so the model need not be downloaded. The tokenizer is the small model's, and the vocabulary has
-the real size. Invalid responses do not end an episode.
+- `sampling`: ms a token of the in-process engine and of transformers' `generate`, for the same prompts.
+- `update_images`, `update_many_images`, `update_text`, `update_lora`: trained tokens per second of a microbatch, the
+  share of the GPU's peak that its matrix products reach (MFU; Chowdhery et al., 2022, PaLM, appendix B; recomputed
+  activations do not count), the first microbatch, and the peak of memory.
+- `gpu_80gb`, `gpu_24gb`: iterations of the presets with short responses: the peak of memory in each phase beside that
+  of the plan (`python -m ragen_pl.doctor`), and the seconds from the last iteration to the last validation. For
+  `gpu_24gb`, the process may use 24 GB of the GPU.
+- `main_job`: `python -m ragen_pl.fit env=frozenlake_visual` from start to end.
 
-Overrides of the config change the cases, so a smaller one runs anywhere (see the test):
-`python benchmarks/gpu.py --cases text model.size=small '+model.sizes.small={hidden_size: 64, …}'`.
+The weights are random, so no model is downloaded. The tokenizer is the small model's, and the vocabulary has the real
+size. Overrides of the config make the models smaller, so that the script runs anywhere (see the test).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import transformers
-from dialogue import Dialogue, Response, endless, engine_response, generate_response
+from dialogue import endless
 from hydra import compose, initialize_config_dir
+from lightning.pytorch.utilities import move_data_to_device
 from omegaconf import DictConfig, OmegaConf
-from timing import CLOCKS, Stopwatch
+from phases import PhaseMeter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ragen_pl.config.paths import config_dir
 from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.engines.protocol import GenerationRequest, Prompt
 from ragen_pl.memory.abstract import FakeKernels
 from ragen_pl.memory.dry_run import abstract_agent, minibatch_of
 from ragen_pl.memory.named import named_config
-from ragen_pl.memory.plan import MemoryPlan, plan_memory
-from ragen_pl.memory.workload import workload_of
+from ragen_pl.memory.plan import plan_memory
+from ragen_pl.memory.workload import Workload
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.run.build import assemble, build_agent, build_datamodule, plain
-from ragen_pl.run.train import quieten
-from ragen_pl.run.trainer import build_trainer
+from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
+from ragen_pl.run.train import quieten, train
 
-CASES = {
-    "text": ("env=frozenlake", "experiment=gpu_80gb", "model=qwen2_5", "model.size=0.5B"),
-    "images": ("env=frozenlake_visual", "experiment=gpu_80gb"),
-}
-"""Overrides of each case: Qwen2.5 of 0.5B and Qwen2.5-VL of 3B, with the preset for one GPU of 80 GB."""
-PLAYED_TO_THE_END = ("env.invalid_ends=false", "validation.episodes=1", "memory.check=false")
 # tensor cores in bfloat16 without sparsity, in units of 1e12 operations a second, from NVIDIA's data sheets
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "4090": 165}
 IMAGE_SLOT = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -67,6 +66,66 @@ IMAGE_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+IMAGES_3B = ("env=frozenlake_visual", "experiment=gpu_80gb")
+TEXT = ("env=frozenlake", "experiment=gpu_80gb")
+LORA = "+model.build.lora={r: 32, lora_alpha: 64, target_modules: all-linear}"
+# a run of the presets in a minute
+SHORT = (
+    "env.max_turns=4",
+    "rollout.groups=4",
+    "rollout.group_size=8",
+    "rollout.max_response_tokens=64",
+    "trainer.max_epochs=2",
+    "validation.episodes=4",
+    "validation.baselines=null",
+    "memory.check=false",
+    "callbacks.checkpoint=null",
+    "callbacks.progress=null",
+    "callbacks.trajectories=null",
+    "+callbacks.phases._target_=phases.PhaseMeter",
+)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """A microbatch of the update.
+
+    Attributes:
+        rows: Samples.
+        length: Tokens of each.
+        sampled: Those that the policy sampled.
+        images: Images of each.
+    """
+
+    rows: int
+    length: int
+    sampled: int
+    images: int = 0
+
+    @property
+    def workload(self) -> Workload:
+        """Its sizes. Images have 64 by 64 pixels, which Qwen2.5-VL's processor enlarges to 100 tokens."""
+        return Workload(
+            episodes=self.rows, prompt=self.length - self.sampled, response=self.sampled, rows=self.rows,
+            length=self.length, sampled=self.sampled, images=(np.zeros((64, 64, 3), np.uint8),) * self.images,
+        )  # fmt: skip
+
+
+UPDATES = {
+    "update_images": (IMAGES_3B, Microbatch(7, 1100, 256, images=1), "aim 10,000, then 15,000"),
+    "update_many_images": (IMAGES_3B, Microbatch(7, 1100, 256, images=4), "aim 8,000"),
+    "update_text": (
+        (*TEXT, "model=qwen2_5", "model.size=0.5B"),
+        Microbatch(8, 2048, 1024),
+        "aim 12,000; prime-rl, 0.6B: 11,900",
+    ),
+    "update_lora": (
+        (*TEXT, "model=qwen3", "model.size=4B", LORA),
+        Microbatch(8, 2048, 1024),
+        "aim 6,200 in 24 GB; prime-rl: 6,230 in 25 GB",
+    ),
+}
+"""Overrides, microbatch and aim of each step that times an update."""
 
 
 # ---- a model of real size with random weights
@@ -110,91 +169,149 @@ def write_model(model: Mapping[str, Any], folder: Path, *, device: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-# ---- rollout and update of a run
+@dataclass(frozen=True)
+class Bench:
+    """What the steps share: overrides of every config, the device, and a folder for the models."""
 
+    overrides: tuple[str, ...]
+    folder: Path
+    device: str
+    peak_tflops: float | None
+    rows: int
+    prompt: int
+    tokens: int
 
-@dataclass
-class Phase:
-    """One phase of an iteration."""
+    def config(self, *overrides: str) -> DictConfig:
+        """Return the config of a run whose model has its weights in a folder, which is written once."""
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            cfg = compose("fit", ["logger=none", *overrides, *self.overrides])
+        folder = self.folder / cfg.model.build.path.replace("/", "-")
+        if not (folder / "config.json").exists():
+            write_model(plain(cfg.model), folder, device=self.device)
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+        cfg.model.build.path = str(folder)
+        return cfg
 
-    seconds: float = 0.0
-    tokens: int = 0
-    """Sampled tokens of a rollout, positions of an update's samples."""
-    peak: int = 0
-    """Most bytes of the GPU at once; 0 on the CPU."""
-
-
-@dataclass
-class PhaseMeter(RolloutCallback):
-    """Keep time, tokens and peak of memory of each iteration's rollout and update."""
-
-    rollouts: list[Phase] = field(default_factory=list)
-    updates: list[Phase] = field(default_factory=list)
-    positions: int = 0
-    _began: float = 0.0
-
-    def on_rollout_start(self, *_: Any) -> None:
-        """Begin a rollout."""
-        self._begin()
-
-    def on_rollout_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, trajectories: Any
-    ) -> None:
-        """End a rollout."""
-        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-        self.rollouts.append(self._end(sum(len(turn.response_ids) for turn in turns)))
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        """Begin an update."""
-        self.positions = 0
-        self._begin()
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, *_: Any
-    ) -> None:
-        """Count the positions of a minibatch."""
-        self.positions += int(batch.samples.length.sum())
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        """End an update."""
-        self.updates.append(self._end(self.positions))
-
-    def _begin(self) -> None:
-        if torch.cuda.is_available():
+    def synchronized(self) -> float:
+        """Return the time at which the device has done all that it was given."""
+        if self.device == "cuda":
             torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def peak(self) -> str:
+        """Return the peak of memory since the last reset, in GB."""
+        if self.device != "cuda":
+            return "not measured on a CPU"
+        return f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
+
+    def reset_peak(self) -> None:
+        """Begin to measure the peak of memory."""
+        if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self._began = time.perf_counter()
-
-    def _end(self, tokens: int) -> Phase:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        return Phase(time.perf_counter() - self._began, tokens, peak)
 
 
-def run(cfg: DictConfig, *, iterations: int) -> tuple[PhaseMeter, ModelBundle]:
-    """Run iterations of a config, and return their figures and the model on its device."""
-    parts = assemble(cfg)
-    agent, meter = build_agent(parts), PhaseMeter()
-    trainer = build_trainer(
-        plain(cfg.trainer) | {"max_epochs": iterations, "limit_val_batches": 0},
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[RolloutUpdate(validate_first=False), meter],
+# ---- sampling
+
+
+def sampling(bench: Bench) -> None:
+    """Time the engine and `generate`, and print ms a token."""
+    bundle = endless(build_bundle(bench.config(*IMAGES_3B)))
+    bundle.model.to(bench.device).eval()
+    engine = TransformersEngine(PolicyModule(bundle))
+    ours = _ms_a_token(bench, lambda count: _respond(engine, bench, count))
+    print(
+        f"sampling: {bench.rows} rows, prompt of {bench.prompt}: engine {ours:.1f} ms a token (aim 12), ",
+        end="",
+    )
+    print(f"{1000 * bench.rows / ours:,.0f} tokens/s, peak {bench.peak()}", flush=True)
+    engine.close()
+    bench.reset_peak()
+    theirs = _ms_a_token(bench, lambda count: _generate(bundle, bench, count))
+    print(
+        f"sampling: generate {theirs:.1f} ms a token, ratio {theirs / ours:.1f} (aim 7), peak {bench.peak()}",
+        flush=True,
+    )
+
+
+def _ms_a_token(bench: Bench, sample: Callable[[int], None]) -> float:
+    """Return the milliseconds of a further token, from responses of two lengths, each sampled twice."""
+    few, many = 8, 8 + bench.tokens
+    seconds = {}
+    for count in (few, many):
+        sample(count)  # compiles, captures and allocates
+        began = bench.synchronized()
+        sample(count)
+        seconds[count] = bench.synchronized() - began
+    print(f"  {few} tokens {seconds[few]:.2f} s, {many} tokens {seconds[many]:.2f} s", flush=True)
+    return 1000 * (seconds[many] - seconds[few]) / bench.tokens
+
+
+def _respond(engine: TransformersEngine, bench: Bench, count: int) -> None:
+    rng = np.random.default_rng(0)
+    engine.load_weights(0)
+    requests = []
+    for row in range(bench.rows):
+        # prompts are not equally long
+        ids = rng.integers(100, 200, bench.prompt - row % 7).astype(np.int64)
+        requests.append(
+            GenerationRequest(
+                session=row, prompt=Prompt(ids=ids, unexpanded_ids=ids), max_tokens=count, temperature=1.0, seed=row
+            )
+        )  # fmt: skip
+    engine.submit(requests, keep=False)
+    assert all(len(generation.ids) == count for _, generation in engine.collect())
+
+
+def _generate(bundle: ModelBundle, bench: Bench, count: int) -> None:
+    ids = torch.randint(100, 200, (bench.rows, bench.prompt), device=bench.device)
+    bundle.model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
+        do_sample=True, top_k=0, pad_token_id=0,
     )  # fmt: skip
-    trainer.fit(agent, datamodule=build_datamodule(parts))
-    agent.eval().to(trainer.strategy.root_device)
-    return meter, parts.bundle
 
 
-def flops_of_a_position(cfg: DictConfig) -> float:
+# ---- update
+
+
+def update(bench: Bench, name: str) -> None:
+    """Time forward and backward pass of a microbatch, and print trained tokens per second."""
+    overrides, shape, aim = UPDATES[name]
+    cfg = bench.config(*overrides)
+    bundle = build_bundle(cfg)
+    agent = assemble_agent(cfg, build_policy(bundle, cfg["update"]), build_critic(cfg, bundle))
+    agent.to(bench.device).train()
+    agent.trainer = pl.Trainer(precision="32-true", max_epochs=1, barebones=True)
+    # the float32 copies of the weights let gradients add up in float32
+    optimizer = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
+    batch = move_data_to_device(minibatch_of(agent, shape.workload), torch.device(bench.device))
+    seconds = []
+    for _ in range(5):
+        bench.reset_peak()
+        began = bench.synchronized()
+        agent.loss(agent.scorer.score_minibatch(batch), batch).loss.backward()
+        seconds.append(bench.synchronized() - began)
+    tokens, best = shape.rows * shape.length, min(seconds)
+    share = ""
+    if bench.peak_tflops is not None:
+        rate = flops_of_a_position(cfg, shape) * tokens / best
+        share = f", MFU {rate / (bench.peak_tflops * 1e12):.1%} of {bench.peak_tflops:g} TFLOP/s"
+    print(
+        f"{name}: {shape.rows} x {shape.length} tokens, {shape.rows * shape.images} images: {tokens / best:,.0f} "
+        f"tokens/s ({aim}), {best:.2f} s{share}, first {seconds[0]:.1f} s (aim 1.5), peak {bench.peak()}",
+        flush=True,
+    )
+    del optimizer
+
+
+def flops_of_a_position(cfg: DictConfig, shape: Microbatch) -> float:
     """Return the operations of an update for each position of a sample, counted without data.
 
     Nothing is recomputed but the head, whose logits are never kept.
     """
     cfg = OmegaConf.merge(cfg, {"update": {"gradient_checkpointing": False}})  # type: ignore[assignment]
     agent = abstract_agent(cfg)
-    work = replace(workload_of(cfg, agent.policy.bundle), rows=1)
-    batch = minibatch_of(agent, work)
+    batch = minibatch_of(agent, replace(shape.workload, rows=1))
     agent.train()
     # torch 2.14 does not count a fused attention without data
     math = sdpa_kernel(SDPBackend.MATH)
@@ -202,76 +319,78 @@ def flops_of_a_position(cfg: DictConfig) -> float:
         with agent.trainer.precision_plugin.forward_context():
             loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
         loss.backward()
-    return counter.get_total_flops() / work.length
+    return counter.get_total_flops() / shape.length
 
 
-# ---- the engine and transformers' generate
+# ---- runs
 
 
-def tokens_per_second(
-    dialogue: Dialogue, bundle: ModelBundle, response: Response, tokens: int
-) -> float:
-    """Return the sampled tokens of a dialogue per second, after one turn that is not timed."""
-    replace(dialogue, turns=1).play(bundle, response)
-    began = time.perf_counter()
-    # the ids come to the host, so nothing is under way at the end
-    dialogue.play(bundle, response)
-    return dialogue.num_envs * dialogue.turns * tokens / (time.perf_counter() - began)
-
-
-# ---- report
-
-
-def report(case: str, args: argparse.Namespace) -> None:
-    """Measure a case and print its figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        cfg = composed([*CASES[case], *args.overrides])
-        began = time.perf_counter()
-        write_model(plain(cfg.model), Path(folder), device=args.device)
-        print(f"\n{case}: weights drawn and written in {time.perf_counter() - began:.0f} s")
-        cfg.model.build.path = folder
-        if args.device == "cuda":
-            torch.cuda.empty_cache()  # of the drawn weights, which the plan would not find free
-        plan = plan_memory(cfg)
-        meter, bundle = run(cfg, iterations=args.iterations)
-        peak = args.peak_tflops or known_peak()
-        report_run(cfg, meter, plan, peak=peak)
-        model = endless(bundle)
-        watch = Stopwatch(CLOCKS["wall"])
-        dialogue = Dialogue(num_envs=args.num_envs, turns=args.turns, rules=True, watch=watch)
-        engine = TransformersEngine(PolicyModule(model))
-        engine.load_weights(0)
-        tokens = args.response_tokens
-        sides = (
-            partial(engine_response, engine, tokens),
-            partial(generate_response, model, tokens),
-        )
-        ours, theirs = (tokens_per_second(dialogue, model, side, tokens) for side in sides)
-        print(
-            f"  dialogue  {dialogue.num_envs} environments, {dialogue.turns} turns, {tokens} tokens a response: engine "
-            f"{ours:,.0f} tokens/s, generate {theirs:,.0f}, ratio {ours / theirs:.1f}"
-        )
-
-
-def report_run(cfg: DictConfig, meter: PhaseMeter, plan: MemoryPlan, *, peak: float | None) -> None:
-    """Print speed and memory of the last iteration; the first one also compiles and allocates."""
-    rollout, update = meter.rollouts[-1], meter.updates[-1]
-    speed = update.tokens / update.seconds
-    share = ""
-    if peak is not None:
-        share = f", MFU {speed * flops_of_a_position(cfg) / (peak * 1e12):.1%} of {peak:g} TFLOP/s"
-    planned = {phase.name: phase.total for phase in plan.phases}
-    in_update = max(planned["update"], planned["optimizer step"])
-    print(
-        f"  rollout   {rollout.tokens / rollout.seconds:,.0f} sampled tokens/s in {rollout.seconds:.1f} s"
+def preset(bench: Bench, name: str, *, limit_gb: float | None = None) -> None:
+    """Run two iterations of a preset, and print peaks of memory beside the plan and the seconds at the end."""
+    if limit_gb is not None and bench.device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total))
+    cfg = bench.config(
+        "env=frozenlake_visual",
+        f"experiment={name}",
+        *SHORT,
+        f"paths.run_dir={bench.folder}/{name}",
     )
-    print(f"  update    {speed:,.0f} tokens/s in {update.seconds:.1f} s{share}")
-    for name, phase, expected in (
-        ("rollout", rollout, planned["rollout"]),
-        ("update", update, in_update),
-    ):
-        measured = f"{phase.peak / 1e9:.2f} GB" if phase.peak else "not measured on a CPU"
-        print(f"  memory    {name}: {measured}, planned {expected / 1e9:.2f} GB")
+    planned = {phase.name: phase.total for phase in plan_memory(cfg).phases}
+    began = time.perf_counter()
+    train(cfg)
+    ended, meter = time.perf_counter(), PhaseMeter.last
+    for phase, measured in meter.phases.items():
+        found = f"{measured.peak / 1e9:.1f} GB" if measured.peak else "not measured on a CPU"
+        ratio = f", {measured.peak / planned[phase]:.0%} of it" if measured.peak else ""
+        print(
+            f"{name}: {phase} {measured.seconds:.1f} s, peak {found}, planned {planned[phase] / 1e9:.1f} GB{ratio}"
+        )
+    waited, validation = (
+        meter.last_validation - meter.last_iteration,
+        meter.validated - meter.last_validation,
+    )
+    print(
+        f"{name}: {waited:.1f} s from the last iteration to the last validation (aim 5), {validation:.1f} s in it, "
+        f"{ended - meter.validated:.1f} s from there to the end; {ended - began:.0f} s in all",
+        flush=True,
+    )
+
+
+def main_job(bench: Bench) -> None:
+    """Run the main job as a command, and print its seconds and its success."""
+    folder = bench.folder / "main_job"
+    arguments = [
+        "env=frozenlake_visual",
+        "logger=none",
+        f"paths.run_dir={folder}",
+        *bench.overrides,
+    ]
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "ragen_pl.fit", *arguments],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    metrics = json.loads((folder / "metrics.json").read_text())
+    times = {
+        key: round(value, 2) for key, value in sorted(metrics.items()) if key.startswith("time/")
+    }
+    print(
+        f"main_job: {seconds:.0f} s in all (aim 60), success {metrics['val/success']:.3f}; {times}",
+        flush=True,
+    )
+
+
+STEPS: dict[str, Callable[[Bench], None]] = {
+    "sampling": sampling,
+    **{name: lambda bench, name=name: update(bench, name) for name in UPDATES},  # type: ignore[misc]
+    "gpu_80gb": lambda bench: preset(bench, "gpu_80gb"),
+    "gpu_24gb": lambda bench: preset(bench, "gpu_24gb", limit_gb=24.0),
+    "main_job": main_job,
+}
 
 
 def known_peak() -> float | None:
@@ -280,31 +399,52 @@ def known_peak() -> float | None:
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
 
-def composed(overrides: Sequence[str]) -> DictConfig:
-    """Return the config of a run."""
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose("fit", [*PLAYED_TO_THE_END, "logger=none", *overrides])
+def run_steps(args: argparse.Namespace, folder: Path) -> None:
+    """Run each step in a process of its own, so that its memory and its failure are its own."""
+    given = [word for word in sys.argv[1:] if word not in STEPS and word != "--steps"]
+    for step in args.steps:
+        began = time.perf_counter()
+        command = [sys.executable, __file__, *given, "--folder", str(folder), "--step", step]
+        try:
+            code = subprocess.run(command, check=False, timeout=args.limit).returncode
+            ending = "" if code == 0 else f", failed with code {code}"
+        except subprocess.TimeoutExpired:
+            ending = f", stopped after {args.limit} s"
+        print(f"  ({step}: {time.perf_counter() - began:.0f} s{ending})", flush=True)
 
 
 def main() -> None:
-    """Print the figures of the cases."""
+    """Print the figures of the steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--iterations", type=int, default=2, help="the last one counts")
-    parser.add_argument("--num-envs", type=int, default=64, help="of the dialogue")
-    parser.add_argument("--turns", type=int, default=5, help="of the dialogue")
-    parser.add_argument("--response-tokens", type=int, default=128, help="of the dialogue")
+    parser.add_argument("--steps", nargs="*", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--folder", type=Path, help="for models and runs; by default a temporary one"
+    )
+    parser.add_argument("--limit", type=int, default=90, help="seconds of a step")
+    parser.add_argument("--rows", type=int, default=64, help="of sampling")
+    parser.add_argument("--prompt", type=int, default=600, help="tokens, of sampling")
+    parser.add_argument("--tokens", type=int, default=64, help="timed tokens of a response")
     parser.add_argument(
         "--peak-tflops", type=float, help="of the GPU in bfloat16, if it is not in the table"
     )
-    parser.add_argument("overrides", nargs="*", help="of the config, such as model.size=7B")
+    parser.add_argument("overrides", nargs="*", help="of every config, such as model.size=small")
     args = parser.parse_args()
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.step is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            run_steps(args, args.folder or Path(temporary))
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     quieten()
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU: the CPU"
-    print(f"{device}, torch {torch.__version__}, transformers {transformers.__version__}")
-    for case in args.cases:
-        report(case, args)
+    name = torch.cuda.get_device_name() if device == "cuda" else "no GPU: the CPU"
+    print(
+        f"{args.step} on {name}, torch {torch.__version__}, transformers {transformers.__version__}",
+        flush=True,
+    )
+    peak = args.peak_tflops or known_peak()
+    STEPS[args.step](
+        Bench(tuple(args.overrides), args.folder, device, peak, args.rows, args.prompt, args.tokens)
+    )
 
 
 if __name__ == "__main__":

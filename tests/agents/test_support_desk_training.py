@@ -66,7 +66,7 @@ def test_a_program_learns_as_the_environment_does(tmp_path):
         "env=support_desk",
         "env.prompt_format=native",
         "context.system_prompt=instructions",
-        "warm_start.steps=250",
+        "warm_start.steps=500",
         "warm_start.batch_size=8",
         "warm_start.episodes=1024",
         "warm_start.optimizer.lr=4e-3",
@@ -84,8 +84,8 @@ def test_a_program_learns_as_the_environment_does(tmp_path):
         f"warm_start.weights={environment / 'run' / 'warm_start.pt'}",
     )
     assert found == expected
-    # some responses of the warm start's policy are valid, so there is something to learn
-    assert metrics["rollout/return_std"] > 0 and 0 < metrics["rollout/valid_actions"] < 1
+    # returns differ after the warm start, so there is something to learn
+    assert metrics["rollout/return_std"] > 0 and metrics["rollout/valid_actions"] > 0
     for name in ("rollout/return", "rollout/valid_actions", "val/return", "val/success"):
         assert other_metrics[name] == pytest.approx(metrics[name], abs=1e-6)
     weights, others = (
