@@ -232,6 +232,12 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         self._stop_if_requested(trainer)
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the signals back, and stop if one was received since the last iteration."""
+        super().on_train_end(trainer, pl_module)
+        trainer._signal_connector.teardown()
+        self._stop_if_requested(trainer)
+
     def _is_due_without_others(self, trainer: pl.Trainer) -> bool:
         """Return whether `last.ckpt` is due where no other file is kept: Lightning writes it together with one."""
         every = self._every_n_epochs if self._should_save_on_train_epoch_end(trainer) else 0
@@ -351,6 +357,12 @@ class BestCheckpoint(ModelCheckpoint):
         if self._measured:
             super().on_train_epoch_end(trainer, pl_module)
         self._measured = False
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the last weights if their validation came after the end of the iteration and is the best."""
+        super().on_train_end(trainer, pl_module)
+        if self._measured:
+            super().on_train_epoch_end(trainer, pl_module)
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         """Return whether the present weights are better than those of `best.ckpt`."""

@@ -64,3 +64,9 @@ class RolloutCallback(pl.Callback):
         trajectories: Sequence[Trajectory],
     ) -> None:
         """Run after the rollout phase with this rank's trajectories."""
+
+    def on_last_weights(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Run at the end of training, after `on_train_end` of all callbacks: the last weights are validated and saved.
+
+        They are still on their device, from which the Trainer then moves them to the host.
+        """

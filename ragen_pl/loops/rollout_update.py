@@ -14,6 +14,7 @@ next one in the middle. Here the resumed run finishes the iteration first.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -32,6 +33,8 @@ from ragen_pl.loops.hooks import CollectsTrajectories, RolloutCallback
 from ragen_pl.rank_states import by_rank
 from ragen_pl.seeding import derive_seed, seeded
 
+log = logging.getLogger(__name__)
+
 TESTED_LIGHTNING = (2, 6)
 
 
@@ -42,8 +45,9 @@ class RolloutUpdateLoop(_FitLoop):
     _resumed: bool
     # resumed after the last minibatch: only the end of the iteration is left
     _finishing: bool
-    # a validation has ended since the last minibatch
+    # a validation has ended since the last minibatch, and in this process: its metrics are known
     _validated: bool
+    _measured: bool
     # after the last minibatch that was trained on
     _loader_states: list[dict[str, Any]]
     # accumulated before a checkpoint inside an optimizer step
@@ -55,7 +59,7 @@ class RolloutUpdateLoop(_FitLoop):
         new = cls.__new__(cls)
         new.__dict__.update(old.__dict__)
         new.validate_first = validate_first
-        new._resumed = new._finishing = new._validated = False
+        new._resumed = new._finishing = new._validated = new._measured = False
         new._loader_states, new._gradients = [], {}
         return new
 
@@ -136,7 +140,7 @@ class RolloutUpdateLoop(_FitLoop):
         if not datamodule.has_buffer(iteration):
             self._combined_loader_states_to_load, self._loader_states = [], []
             self._rollout(datamodule, iteration)
-            self._validated = False
+            self.note_validation(ended=False)
         self.trainer.lightning_module.train()
         super().on_advance_start()
 
@@ -175,6 +179,19 @@ class RolloutUpdateLoop(_FitLoop):
         self.epoch_progress.increment_completed()
         if trainer.received_sigterm:
             raise SIGTERMException
+
+    def on_run_end(self) -> None:
+        """Validate the last weights if the run was ended after its last validation, and call the hooks of the end.
+
+        All of it comes before the Trainer moves the model to the host.
+        """
+        if self.trainer.enable_validation and not self._measured:
+            if self.trainer.is_global_zero:  # type: ignore[attr-defined]
+                log.info("validating the last weights")
+            self._validate()
+        super().on_run_end()
+        for callback in self._rollout_callbacks:
+            callback.on_last_weights(self.trainer, self.trainer.lightning_module)
 
     def _log_iteration(self) -> None:
         """Log the metrics of the iteration that have not been logged yet."""
@@ -217,14 +234,9 @@ class RolloutUpdateLoop(_FitLoop):
         gradients = state_dict.get("gradients", [])
         self._gradients = gradients[rank()] if len(gradients) == world_size() else {}
 
-    @property
-    def is_validated(self) -> bool:
-        """Whether the last iteration has been validated after its last update."""
-        return self._validated
-
     def note_validation(self, *, ended: bool) -> None:
         """Store whether a validation has ended since the last minibatch. One that was interrupted starts again."""
-        self._validated = ended
+        self._validated = self._measured = ended
 
     def note_trained(self) -> None:
         """Store the loader's position. It is one ahead while the next minibatch is trained on."""

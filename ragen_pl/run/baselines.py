@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -84,7 +83,7 @@ def scripted_metrics(
 
 
 def blank_image_metrics(
-    blank_set: ValidationSet, agent: AgentModule, engine: RolloutEngine, *, device: torch.device
+    blank_set: ValidationSet, agent: AgentModule, engine: RolloutEngine
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of the agent with blank images, nothing but a warning if they fail.
 
@@ -92,9 +91,8 @@ def blank_image_metrics(
         blank_set: validation set in environments with blank images.
         agent: the agent.
         engine: its rollout engine, with the weights to play with.
-        device: device to play on. Lightning has moved the agent to the CPU.
     """
-    agent.to(device).eval()
+    agent.eval()
     try:
         with phase("blank images", len(blank_set.episode_specs)) as progress:
             trajectories = blank_set.play(engine, version=agent.global_step, progress=progress)
@@ -102,8 +100,6 @@ def blank_image_metrics(
     except RolloutError as error:
         _warn("validation.blank", error)
         return {}
-    finally:
-        agent.cpu()
 
 
 def _played_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

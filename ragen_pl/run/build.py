@@ -109,6 +109,9 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
     """
     # cuDNN rounds what convolutions of float32 read to 10 bits by default, and with it the patches of images
     torch.backends.cudnn.allow_tf32 = False
+    # cuDNN's attention, which torch prefers on Hopper, plans for milliseconds to seconds at each new shape, and shapes
+    # change with each token and each microbatch; of the whole process, for recomputation in backward leaves a context
+    torch.backends.cuda.enable_cudnn_sdp(False)
     bundle: ModelBundle = instantiate(with_words(cfg).model.build, _convert_="all")
     bundle.calls_tools = OmegaConf.select(cfg, "env.prompt_format") == PromptFormat.NATIVE
     return bundle

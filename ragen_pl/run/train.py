@@ -5,15 +5,15 @@ Imported late: it loads torch, lightning and transformers.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,23 +28,21 @@ from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.settings import WarmStartSettings
+from ragen_pl.data.validation import ValidationSet
 from ragen_pl.distributed import errors_told, on_first_rank
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.engines.protocol import collective_rollout
 from ragen_pl.files import atomic_write
 from ragen_pl.finite import NonFiniteError
-from ragen_pl.json_text import json_text
 from ragen_pl.lock import hold
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
+from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.metrics.proportions import objective
-from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.rank_states import RankStatesError
 from ragen_pl.run import ranks
-from ragen_pl.run.baselines import baseline_metrics, blank_image_metrics, warn_of_garbage
+from ragen_pl.run.baselines import baseline_metrics, warn_of_garbage
 from ragen_pl.run.build import (
     RunComponents,
     assemble,
@@ -62,6 +60,7 @@ from ragen_pl.run.checkpoint_check import problem_of
 from ragen_pl.run.checks import check_space
 from ragen_pl.run.ending import end_of_non_finite, how_to_go_on, report_stop
 from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_children
+from ragen_pl.run.last_weights import LastWeights, write_metrics
 from ragen_pl.run.reports import report_accelerator, report_template, report_views
 from ragen_pl.run.same_run import beginning_of, config_digest, config_digests
 from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
@@ -320,7 +319,9 @@ def reinforce(
     if run.checkpoint is not None:
         check_resumable(run.checkpoint, agent, needed="agent", trusted=cfg.trust)
     summary = RunSummary(print_at_end=False)
-    callbacks = [RolloutUpdate(), UnusedWeights(), summary, *build_named(cfg.callbacks)]
+    validates = cfg.trainer.get("limit_val_batches") != 0
+    last = LastWeights(run, blank_set=_blank_set(components) if validates else None)
+    callbacks = [RolloutUpdate(), UnusedWeights(), summary, last, *build_named(cfg.callbacks)]
     for callback in callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             callback.dirpath = str(run.checkpoints)
@@ -337,25 +338,17 @@ def reinforce(
         digest = components.validation_sets[0].digest()
         logger.log_hyperparams({"validation_digest": digest})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=not cfg.trust)
-    metrics = final_metrics(trainer, agent, datamodule)
+    if validates and not last.metrics:
+        # it had finished before
+        if trainer.is_global_zero:
+            log.info("validating the last weights")
+        trainer.validate(agent, datamodule=datamodule, verbose=False)
+    metrics = dict(last.metrics)
     if trainer.is_global_zero:
-        write_metrics(metrics, run)
-    # the first rank plays alone, with weights of all ranks
-    validates = cfg.trainer.get("limit_val_batches") != 0
-    engine = agent.rollout_engine() if validates and cfg.validation.blank else None
-    baselines: dict[str, dict[str, float]] = {}
-    with nullcontext() if engine is None else collective_rollout(engine):
-        if trainer.is_global_zero and validates:
-            device = trainer.strategy.root_device
-            baselines = baseline_metrics(cfg.validation.baselines, components.validation_sets[0])
-            if engine is not None:
-                blank_set = build_validation_set(
-                    components.proxy, cfg.env, episodes=cfg.validation.episodes, blank_images=True
-                )
-                baselines |= blank_image_metrics(blank_set, agent, engine, device=device)
-    # built again after the Trainer has closed it
-    agent.teardown("validate")
-    if trainer.is_global_zero:
+        baselines = last.blank
+        if validates:
+            scripted = baseline_metrics(cfg.validation.baselines, components.validation_sets[0])
+            baselines = scripted | baselines
         for name, column in baselines.items():
             metrics |= {f"{name.replace(' ', '_')}/{key}": value for key, value in column.items()}
         metrics["time/total_s"] = time.perf_counter() - start
@@ -365,29 +358,18 @@ def reinforce(
     return metrics
 
 
-def final_metrics(
-    trainer: pl.Trainer, agent: AgentModule, datamodule: pl.LightningDataModule
-) -> dict[str, float]:
-    """Return the run's last metrics, those of the validation set for its last weights."""
-    metrics = dict(trainer.callback_metrics)
-    validated = any(name.startswith("val/") for name in metrics)
-    assert isinstance(trainer.fit_loop, RolloutUpdateLoop)
-    if not (validated and trainer.fit_loop.is_validated):
-        # the run ended between two validations, or had finished before
-        if trainer.is_global_zero:
-            log.info("validating the last weights")
-        trainer.validate(agent, datamodule=datamodule, verbose=False)
-        metrics |= trainer.callback_metrics
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def write_metrics(metrics: dict[str, float], run: Run) -> None:
-    """Write the last metrics into the run's folder."""
-    file = run.folder / "metrics.json"
-    # a run that had finished before has no new metrics of an update
-    earlier = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
-    with atomic_write(file) as partial:
-        partial.write_text(json_text(earlier | metrics, indent=1, sort_keys=True))
+def _blank_set(components: RunComponents) -> Callable[[], ValidationSet] | None:
+    """Return what builds the validation set with blank images; None if there is none."""
+    cfg = components.cfg
+    if not cfg.validation.blank:
+        return None
+    return partial(
+        build_validation_set,
+        components.proxy,
+        cfg.env,
+        episodes=cfg.validation.episodes,
+        blank_images=True,
+    )
 
 
 def quieten() -> None:

@@ -58,6 +58,7 @@ class RunTrainer(pl.Trainer):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self._has_dropped_optimizer = False
         self._checkpoint_connector = _OwnCheckpoints(self)
         self._signal_connector = _OwnSignals(self)
 
@@ -73,10 +74,30 @@ class RunTrainer(pl.Trainer):
             forward_to(launcher.kill)
         super().fit(*arguments, **settings)
 
+    def _teardown(self) -> None:
+        """Drop gradients and the optimizer's state, which Lightning would copy to the host with the weights.
+
+        The last checkpoint holds the state. Another `fit` builds its optimizer anew.
+        """
+        if self.strategy.optimizers:
+            self.strategy.optimizers, self.strategy.lr_scheduler_configs = [], []
+            self.lightning_module.zero_grad(set_to_none=True)
+            self._has_dropped_optimizer = True
+        super()._teardown()
+
     def save_checkpoint(
         self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint and its folder. All ranks must call it."""
+        """Write a checkpoint and its folder. All ranks must call it.
+
+        Raises:
+            RuntimeError: The optimizer's state would be in it, which the end of `fit` has dropped.
+        """
+        if self._has_dropped_optimizer and not self.strategy.optimizers and not weights_only:
+            raise RuntimeError(
+                f"{filepath}: the end of fit has dropped the optimizer's state; save in a callback's on_train_end, or "
+                "with weights_only=True"
+            )
         file = Path(self.strategy.broadcast(str(filepath)))
         folder = folder_for(file, unique=self.strategy.broadcast(secrets.token_hex(4)))
         with rank_states_in(folder):

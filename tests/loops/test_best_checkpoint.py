@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from ragen_pl.callbacks.checkpoint import BestCheckpoint
 
 
-def fit(setup, folder, scores, **changes):
+def fit(setup, folder, scores, *, callbacks=(), **changes):
     """Run three iterations of four steps with these successes and returns, in the order of the validations."""
     agent, datamodule = setup.build()
     left = list(scores)
@@ -23,6 +24,7 @@ def fit(setup, folder, scores, **changes):
     setup.build = lambda: (agent, datamodule)
     agent, _, _ = setup.fit(
         best,
+        *callbacks,
         enable_checkpointing=True,
         check_val_every_n_epoch=2,
         default_root_dir=folder,
@@ -77,3 +79,16 @@ def test_a_run_that_ends_by_steps_validates_its_last_weights(setup_of, tmp_path)
 def test_nothing_is_validated_without_batches(setup_of, tmp_path):
     fit(setup_of(), tmp_path, [], limit_val_batches=0)
     assert not (tmp_path / "best.ckpt").exists()
+
+
+class StopsLate(pl.Callback):
+    """Stops a run at the end of its first iteration, after the place of its validation."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.should_stop = True
+
+
+def test_a_run_that_is_stopped_after_its_validations_has_another_one(setup_of, tmp_path):
+    _, _, left = fit(setup_of(), tmp_path, [(0.1, 0.0), (0.2, 0.0)], callbacks=[StopsLate()])
+    assert not left
+    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["global_step"] == 4

@@ -6,8 +6,9 @@ import logging
 
 import pytest
 import torch
+from composing import composed
 
-from ragen_pl.run.build import choose_accelerator
+from ragen_pl.run.build import build_bundle, choose_accelerator
 from ragen_pl.run.reports import report_accelerator
 
 
@@ -35,3 +36,14 @@ def test_the_choice_is_logged_with_its_reason(has_gpu, caplog):
         "cuda, since torch finds a GPU (a GPU's name)" if has_gpu else "cpu, since torch finds no"
     )
     assert f"accelerator: {expected}" in line
+
+
+def test_a_model_is_built_where_attention_is_not_by_cudnn():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        build_bundle(composed("env=bandit", "model=small_lm"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

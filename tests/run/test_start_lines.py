@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import MLFlowLogger
-from module_process import run_module
+from module_process import ROOT, run_module
 
 from ragen_pl.run.folder import Run
 from ragen_pl.run.reports import report_views
@@ -32,11 +35,12 @@ ragen_pl.train(**settings | {"callbacks.checkpoint.filename": "/elsewhere"})
 LIBRARIES = ("lightning.fabric", "lightning.pytorch", "huggingface_hub.utils")
 COMMAND = f"""
 import logging
-import huggingface_hub, lightning.pytorch
 from ragen_pl.config import hydra_main
+{{before}}
 
 @hydra_main("watch")
 def main(cfg):
+    {{inside}}
     for name in {LIBRARIES}:
         logging.getLogger(name).warning("message of %s", name)
 
@@ -73,8 +77,23 @@ def test_a_run_from_python_prints_its_start_once(tmp_path: Path) -> None:
     assert code == 1 and "callbacks.checkpoint.filename=/elsewhere: " in second
 
 
-def test_a_command_prints_the_messages_of_libraries_once(tmp_path: Path) -> None:
-    (tmp_path / "command.py").write_text(COMMAND)
-    code, output = run_module("command.py", [f"run={tmp_path}"], folder=tmp_path, timeout=1200)
-    assert code == 0, output
+@pytest.mark.parametrize("place", ["before", "inside"])
+def test_a_command_prints_the_messages_of_libraries_once(tmp_path: Path, place: str) -> None:
+    """Libraries add their handlers when they are imported: before Hydra adds that of the root, or after it."""
+    imported = {place: "import huggingface_hub, lightning.pytorch"}
+    program = COMMAND.format(**{"before": "", "inside": ""} | imported)
+    (tmp_path / "command.py").write_text(program)
+    # in a process that has imported nothing yet
+    done = subprocess.run(
+        [sys.executable, "command.py", f"run={tmp_path}"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=1200,
+    )
+    output = done.stdout
+    assert done.returncode == 0, output
     assert [output.count(f"message of {name}") for name in LIBRARIES] == [1, 1, 1], output
