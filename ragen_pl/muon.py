@@ -29,6 +29,8 @@ class MuonAdamW(Optimizer):
         betas: Coefficients of AdamW's running means.
         eps: Term in AdamW's denominator.
         weight_decay: Decoupled weight decay of both.
+        foreach: Kernels of AdamW, as in torch.
+        fused: Kernels of AdamW, as in torch.
 
     Note:
         On a GPU the products of sharded matrices (FSDP2) add up in another order, in bfloat16: steps differ from those
@@ -49,6 +51,8 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         groups = [part if isinstance(part, dict) else {"params": [part]} for part in params]
         groups = [{HIDDEN: False, **group, "params": list(group["params"])} for group in groups]
@@ -64,7 +68,13 @@ class MuonAdamW(Optimizer):
             )
         if others:
             self._inner[False] = AdamW(
-                others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+                others,
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                foreach=foreach,
+                fused=fused,
             )
         settings = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
         joined = [group for inner in self._inner.values() for group in inner.param_groups]

@@ -29,6 +29,11 @@ _SHARDS_KEEP_FLOAT32 = torch.__version__ >= "2.15"
 # entry of the optimizer's state
 _MASTER = "master"
 
+KERNELS = ("fused", "foreach")
+"""Settings of a parameter group that choose its kernels. They go by the device, so no checkpoint sets them."""
+# torch 2.11 has a fused Adagrad for CPUs only
+_NOT_FUSED_ON_CUDA = () if torch.__version__ >= "2.15" else (torch.optim.Adagrad,)
+
 
 class MasterWeights(Optimizer):
     """Another optimizer on float32 copies of the weights that are in bfloat16 or float16.
@@ -190,7 +195,7 @@ def build_optimizer(
     master_weights: bool = True,
     decay_vectors: bool = False,
 ) -> Optimizer:
-    """Build an optimizer from parameter groups.
+    """Build an optimizer from parameter groups of weights that are on their device, see `fuse`.
 
     Args:
         optimizer: Builds the optimizer that the config names.
@@ -209,7 +214,56 @@ def build_optimizer(
             "model.build.dtype=float32 and trainer.precision=16-mixed"
         )
     low = any(weight.dtype in LOW_PRECISION for weight in weights)
-    return MasterWeights(groups, optimizer) if low and master_weights else optimizer(groups)
+    built = MasterWeights(groups, optimizer) if low and master_weights else optimizer(groups)
+    stepping: Any = stepping_optimizer(built)
+    stepping.register_load_state_dict_pre_hook(_with_own_kernels)
+    # else a gradient scaler leaves it to a fused optimizer to unscale gradients, which are clipped before
+    stepping._step_supports_amp_scaling = False
+    fuse(built)
+    return built
+
+
+def fuse(optimizer: Optimizer, *, device: str | None = None) -> bool:
+    """Let an optimizer step by fused kernels on CUDA, where it has them and its settings name no other ones.
+
+    torch's own choice there is `foreach`, lists of all weights, whose temporaries are as large as a float32 state.
+
+    Args:
+        optimizer: Optimizer, changed in place.
+        device: Type of the device that the weights will be on; None for the one that they are on.
+
+    Returns:
+        Whether this has chosen fused kernels for any group.
+    """
+    stepping, chosen = stepping_optimizer(optimizer), False
+    if isinstance(stepping, _NOT_FUSED_ON_CUDA):
+        return False
+    for ours, group in zip(optimizer.param_groups, stepping.param_groups, strict=True):
+        weights = group["params"]
+        on_cuda = bool(weights) and all(
+            weight.is_floating_point() and (device or weight.device.type) == "cuda"
+            for weight in weights
+        )
+        is_open = all(name in group and group[name] is None for name in KERNELS)
+        if on_cuda and is_open and not group.get("differentiable"):
+            ours["fused"] = group["fused"] = chosen = True
+    return chosen
+
+
+def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that computes the steps, which float32 copies may surround."""
+    return optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+
+
+def _with_own_kernels(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict with the optimizer's own kernels, by which torch places the number of steps too."""
+    own, saved = optimizer.param_groups, state_dict["param_groups"]
+    if len(own) != len(saved):
+        # torch refuses it
+        return state_dict
+    kernels = [{name: group[name] for name in KERNELS if name in group} for group in own]
+    groups = [group | chosen for group, chosen in zip(saved, kernels, strict=True)]
+    return {**state_dict, "param_groups": groups}
 
 
 def trained_groups(

@@ -16,6 +16,7 @@ import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ragen_pl.algorithms.kl import KLEstimator
@@ -30,7 +31,7 @@ from ragen_pl.models.images import HELD_BYTES
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.separate_gradients import SeparateGradients
-from ragen_pl.optimizers import MasterWeights, OptimizerFactory
+from ragen_pl.optimizers import OptimizerFactory, fuse
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
 from ragen_pl.run.start_check import engine_class
 
@@ -100,13 +101,13 @@ class CountedUpdate:
     """What the step itself makes and frees."""
 
 
-def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = False) -> CountedUpdate:
+def count_update(agent: AgentModule, workload: Workload, *, on_gpu: bool = False) -> CountedUpdate:
     """Run one optimizer step on a microbatch and count; where a step adds up several, gradients are already there.
 
     Args:
         agent: Agent without data.
         workload: Sizes.
-        foreach: Whether the optimizer works on lists of tensors, as torch's do on a GPU by default.
+        on_gpu: Whether the device is a GPU, on which optimizers step by other kernels.
     """
     trained = [weight for weight in agent.parameters() if weight.requires_grad]
     live = LiveMemory(vocabulary=vocabulary_of(agent), weights=[weight.shape for weight in trained])
@@ -120,8 +121,8 @@ def count_update(agent: AgentModule, workload: Workload, *, foreach: bool = Fals
     peak = _at_rows(workload.rows, rows, peaks) - Counter(activations=copies)
     gradients = size_of(weight.grad for weight in trained if weight.grad is not None)
     with live:
-        if foreach:
-            _use_lists(optimizer)
+        if on_gpu:
+            _choose_kernels(optimizer)
         state, step = _count_step(agent, optimizer, live)
     return CountedUpdate(peak, gradients, copies + state, step)
 
@@ -194,11 +195,11 @@ def _state_bytes(optimizer: OptimizerFactory) -> float:
     return size_of(state) / weight.numel()
 
 
-def _use_lists(optimizer: Any) -> None:
-    """Let torch's optimizers work on lists of tensors where they choose by the device."""
-    inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
-    for group in inner.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+def _choose_kernels(optimizer: Optimizer) -> None:
+    """Let an optimizer step as it would on a GPU: by fused kernels, or on lists of weights as torch's do there."""
+    fuse(optimizer, device="cuda")
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and group.get("fused") is None:
             group["foreach"] = True
 
 

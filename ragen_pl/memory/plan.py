@@ -185,7 +185,8 @@ class Counts:
             node, _, last = key.rpartition(".")
             (OmegaConf.select(read, node) if node else read).pop(last, None)
         sizes = [getattr(work, size) for size in _READS[name].sizes]
-        key = repr((name, plain(read), sizes, rows, [image.shape for image in work.images]))
+        shapes = [image.shape for image in work.images]
+        key = repr((name, plain(read), is_for_gpu(cfg), sizes, rows, shapes))
         if key not in self._made:
             self._made[key] = count()
         return cast("Count", self._made[key])
@@ -205,7 +206,7 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
     if is_pretrained(cfg):
         config_without_hub(plain(cfg.model))
     counts = Counts() if counts is None else counts
-    device, on_gpu = device_of(cfg), choose_accelerator(cfg.trainer.accelerator) != "cpu"
+    device, on_gpu = device_of(cfg), is_for_gpu(cfg)
     with torch.random.fork_rng(devices=[]), config_errors("model, algorithm or environment"):
         # the warm start trains the encoder
         trained = OmegaConf.merge(cfg, {"update": {"freeze_vision": False}})
@@ -215,7 +216,7 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
             workload = workload_of(cfg, agent.policy.bundle)
             update = counts.get(
-                "update", cfg, workload, lambda: count_update(agent, workload, foreach=on_gpu)
+                "update", cfg, workload, lambda: count_update(agent, workload, on_gpu=on_gpu)
             )
             if cfg["update"].freeze_vision:
                 agent.policy.freeze_vision()
@@ -372,6 +373,13 @@ def _gathered_in_call(agent: AgentModule, *, layers: int, trained: bool = False)
 def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     """Return modules' weights and buffers."""
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def is_for_gpu(cfg: DictConfig) -> bool:
+    """Return whether the plan is for a GPU: with `trainer.accelerator=auto` also for any `memory.device_gb`."""
+    name = cfg.trainer.accelerator
+    is_elsewhere = name == "auto" and cfg.memory.device_gb is not None
+    return is_elsewhere or choose_accelerator(name) != "cpu"
 
 
 def device_of(cfg: DictConfig) -> Device | None:

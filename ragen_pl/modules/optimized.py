@@ -23,12 +23,14 @@ from ragen_pl.modules.recording import Recordable
 from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.optimizers import (
     HIDDEN,
+    KERNELS,
     OptimizerFactory,
     ParameterGroup,
     build_optimizer,
     class_of,
     module_name,
     parameter_groups,
+    stepping_optimizer,
     trained_groups,
 )
 
@@ -38,8 +40,8 @@ RECORD = "optimization"
 """Entry of a checkpoint: the optimizer that the config asked for."""
 
 Record = dict[str, Any]
-# of a parameter group: no settings
-_OTHER = ("params", "name", HIDDEN, "initial_lr")
+# of a parameter group: no settings that a checkpoint keeps
+_OTHER = ("params", "name", HIDDEN, "initial_lr", *KERNELS)
 
 
 class OptimizedModule(Recordable):
@@ -68,12 +70,18 @@ class OptimizedModule(Recordable):
 
     def build_optimizer(self) -> Optimizer:
         """Return a new optimizer with the groups `policy` and `critic`."""
-        return build_optimizer(
+        optimizer = build_optimizer(
             self.optimizer_factory,
             self._groups(),
             master_weights=self.optimization.master_weights,
             decay_vectors=self.optimization.decay_vectors,
         )
+        if any(group.get("fused") for group in optimizer.param_groups) and rank() == 0:
+            log.info(
+                f"{self.optimizer_key}: fused kernels of {class_of(stepping_optimizer(optimizer))}; "
+                f"+{self.optimizer_key}.fused=false takes others"
+            )
+        return optimizer
 
     def _groups(self) -> list[ParameterGroup]:
         rate = self.critic_learning_rate

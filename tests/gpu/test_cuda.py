@@ -19,6 +19,7 @@ from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.memory.dry_run import minibatch_of
 from ragen_pl.memory.plan import plan_memory
 from ragen_pl.memory.workload import workload_of
+from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
@@ -70,6 +71,39 @@ def test_planned_peak_of_an_update_is_that_of_the_gpu(precision):
         optimizer.zero_grad()
     planned = max(phases["update"], phases["optimizer step"])
     assert planned == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [((), (True, None)), (("+optimizer.foreach=true",), (None, True))],
+    ids=["fused by default", "foreach"],
+)
+def test_planned_memory_of_an_optimizer_step_is_that_of_the_gpu(kernels, expected, dtype, tmp_path):
+    build_small_lm(text={"hidden_size": 1024, "intermediate_size": 4096}).save(tmp_path)
+    cfg = composed(
+        "env=frozenlake", "algorithm=grpo", "algorithm.loss.kl=null", "warm_start=none", "rollout.groups=2",
+        "model=pretrained", f"model.build.path={tmp_path}", f"model.build.dtype={dtype}", *kernels,
+    )  # fmt: skip
+    (parts,) = (phase.parts for phase in plan_memory(cfg).phases if phase.name == "optimizer step")
+    bundle = build_bundle(cfg)
+    agent = assemble_agent(cfg, build_policy(bundle, cfg["update"]), None).to(DEVICE)
+    agent.trainer = pl.Trainer(max_epochs=1, barebones=True)
+    before = torch.cuda.memory_allocated()
+    optimizer = agent.configure_optimizers()["optimizer"]
+    assert {(group["fused"], group["foreach"]) for group in optimizer.param_groups} == {expected}
+    # the second step makes no state
+    for _ in range(2):
+        for weight in agent.parameters():
+            weight.grad = torch.ones_like(weight, dtype=weight.grad_dtype)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        step = torch.cuda.max_memory_allocated() - held
+        optimizer.zero_grad()
+    state = parts["optimizer state"]
+    assert torch.cuda.memory_allocated() - before == pytest.approx(state, rel=0.02)
+    assert step == pytest.approx(parts["step"], abs=0.02 * state)
 
 
 def fit(folder: Path, *overrides: str) -> dict[str, float]:

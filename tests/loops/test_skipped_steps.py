@@ -24,6 +24,7 @@ from ragen_pl.modules.guard import SkippedSteps, SkippedStepsError
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import MovingAverage
 from ragen_pl.modules.warm_start import WarmStartModule
+from ragen_pl.optimizers import OptimizerFactory
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 
@@ -270,6 +271,16 @@ def test_a_warm_start_that_makes_nan_ends_and_names_the_layer(setup_of, tmp_path
     module.check_weights()
 
 
+class With(pl.Callback):
+    """Gives a module another optimizer."""
+
+    def __init__(self, factory: OptimizerFactory) -> None:
+        self.factory = factory
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        pl_module.optimizer_factory = self.factory
+
+
 @pytest.mark.parametrize("scale", [65536.0, 1.0])
 def test_a_gradient_scale_that_is_lowered_ends_no_run(setup_of, scale):
     """In float16 too large a scale overflows, and the scaler skips steps until it fits."""
@@ -293,6 +304,18 @@ def test_a_gradient_scale_that_is_lowered_ends_no_run(setup_of, scale):
     else:
         with pytest.raises(SkippedStepsError):
             overflow()
+
+
+def test_gradients_that_a_fused_optimizer_gets_are_unscaled_and_then_clipped(setup_of):
+    """A gradient scaler leaves it to torch's fused optimizers to unscale gradients in their step."""
+    norms = {}
+    for fused in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        factory = functools.partial(torch.optim.AdamW, lr=1e-5, fused=fused)
+        agent, _, _ = setup_of().fit(With(factory), plugins=plugins, max_epochs=1)
+        norms[fused] = agent.step_metrics()["gradient_norm_policy"]
+    assert norms[True] == pytest.approx(norms[False], rel=0.01)
 
 
 def test_the_learning_rate_rises_over_the_first_iterations(setup_of):

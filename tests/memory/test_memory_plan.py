@@ -137,6 +137,23 @@ def test_planned_peak_of_an_update_is_the_measured_one(case, folder, experts):
     assert planned == pytest.approx(measured_update(cfg), rel=0.05)
 
 
+@pytest.mark.parametrize("kernels", ["fused", "foreach"])
+def test_planned_memory_of_a_step_is_the_measured_one(kernels, folder):
+    cfg = on_cpu(
+        "env=frozenlake", "algorithm=grpo", HALF, *LOADED, f"model.build.path={folder}",
+        f"+optimizer.{kernels}=true",
+    )  # fmt: skip
+    (parts,) = (phase.parts for phase in plan_memory(cfg).phases if phase.name == "optimizer step")
+    agent, optimizer, _ = stepped(cfg)
+    weights = [weight for weight in agent.parameters() if weight.requires_grad]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight, dtype=weight.grad_dtype)
+    trained = sum(weight.numel() for weight in weights)
+    assert parts["step"] == (4 * trained if kernels == "foreach" else 0)
+    # numbers of steps and the like
+    assert allocated(optimizer.step) == pytest.approx(parts["step"], abs=0.05 * 4 * trained)
+
+
 def test_planned_peak_of_a_preparation_with_images_is_the_measured_one(tmp_path):
     tiny("qwen2_5_vl").save(tmp_path)
     cfg = on_cpu(

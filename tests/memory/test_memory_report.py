@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from composing import composed
 from memory_plans import HALF, LOADED, TEXT, on_cpu
 from omegaconf import DictConfig
 from rich.console import Console
@@ -14,7 +15,7 @@ from ragen_pl.config import ConfigError
 from ragen_pl.machine import GPUMemory, gpu_memory
 from ragen_pl.memory import plan as memory_plan
 from ragen_pl.memory.live_memory import LiveMemory
-from ragen_pl.memory.plan import Sharding, device_of, plan_memory
+from ragen_pl.memory.plan import Sharding, device_of, is_for_gpu, plan_memory
 from ragen_pl.memory.remedies import remedies
 from ragen_pl.memory.report import check_memory, show_plan
 from ragen_pl.models.build import build_small_lm
@@ -127,6 +128,38 @@ HYBRID = {"_target_": "ragen_pl.run.strategy.FSDP2Strategy"}
 def test_strategies_share_the_state_of_training(strategy, expected):
     assert Sharding.of(strategy, ranks=8) == expected
     assert Sharding.of(strategy, ranks=1) == Sharding()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        ((), 0.0),
+        (("+optimizer.foreach=true",), 1.0),
+        # without fused kernels: on a GPU its own choice are lists too
+        (("optimizer._target_=torch.optim.NAdam",), 1.0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [(), (HALF,)], ids=["float32", "bfloat16"])
+def test_a_plan_counts_the_step_of_the_kernels_that_a_gpu_runs(
+    folder, monkeypatch, overrides, share, dtype
+):
+    """Lists of all weights need a float32 number for each of them, fused kernels none."""
+    cfg, _, _ = gpu_plan(
+        monkeypatch, folder, "algorithm=grpo", "~optimizer.weight_decay", *overrides, *dtype
+    )
+    plan = plan_memory(cfg)
+    assert plan.phases[-1].parts["step"] == pytest.approx(share * plan.trained * 4, rel=0.01)
+
+
+def test_the_memory_of_another_device_is_planned_as_that_of_a_gpu(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    overrides = ("env=frozenlake", *LOADED, f"model.build.path={folder}")
+    found = {
+        name: is_for_gpu(composed(*overrides, f"trainer.accelerator={name}", *more))
+        for name, more in (("auto", ["memory.device_gb=80"]), ("cpu", ["memory.device_gb=80"]))
+    }
+    assert found == {"auto": True, "cpu": False}
+    assert not is_for_gpu(composed(*overrides))
 
 
 def test_sharding_divides_what_a_device_holds(folder):

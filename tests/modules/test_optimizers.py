@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ragen_pl.optimizers import MasterWeights, build_optimizer
+from ragen_pl.muon import MuonAdamW
+from ragen_pl.optimizers import MasterWeights, build_optimizer, fuse, module_groups
 
 RATE = 1e-6
 ADAMW = partial(torch.optim.AdamW, lr=RATE, weight_decay=0.0)
@@ -179,6 +180,68 @@ def test_norms_and_biases_are_not_decayed_unless_asked(decay: float, vectors: bo
     for after, start in zip(module.parameters(), before.parameters(), strict=True):
         decays = decay > 0 and (vectors or start.ndim > 1)
         torch.testing.assert_close(after, start * (1 - 1e-2 * decay if decays else 1.0))
+
+
+def kernels(optimizer: torch.optim.Optimizer) -> list[tuple[bool | None, bool | None]]:
+    return [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("factory", "fused", "expected"),
+    [
+        (ADAMW, True, (True, None)),
+        (partial(torch.optim.SGD, lr=RATE), True, (True, None)),
+        (partial(ADAMW, fused=False), False, (False, None)),
+        (partial(ADAMW, foreach=True), False, (None, True)),
+        (partial(ADAMW, foreach=False), False, (None, False)),
+        (partial(ADAMW, differentiable=True), False, (None, None)),
+        # without fused kernels
+        (partial(torch.optim.NAdam, lr=RATE), False, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_on_cuda_is_fused_where_it_can_be_and_settings_name_no_other_kernels(
+    factory, fused, expected, dtype
+) -> None:
+    optimizer = build_optimizer(factory, groups(network(dtype)))
+    # weights on a CPU are stepped as before
+    assert fuse(optimizer, device="cpu") is False
+    assert set(kernels(optimizer)) == {(None, None) if fused else expected}
+    assert fuse(optimizer, device="cuda") is fused
+    assert set(kernels(optimizer)) == {expected}
+    if isinstance(optimizer, MasterWeights):
+        assert kernels(optimizer.inner) == kernels(optimizer)
+
+
+def test_adamw_beside_muon_is_fused_too() -> None:
+    for factory, fused in ((MuonAdamW, True), (partial(MuonAdamW, fused=False), False)):
+        optimizer = build_optimizer(factory, module_groups(network(), "policy"))
+        assert fuse(optimizer, device="cuda") is fused
+        found = {group["hidden"]: group.get("fused") for group in optimizer.param_groups}
+        assert found == {True: None, False: fused}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loaded_state_is_stepped_by_the_kernels_of_this_run(dtype, fused) -> None:
+    """A checkpoint of a GPU continues on a CPU, and the other way round."""
+    whole, resumed = network(dtype), network(dtype)
+    first = build_optimizer(ADAMW, groups(whole))
+    second = build_optimizer(ADAMW, groups(resumed))
+    fuse((second, first)[fused], device="cuda")
+    steps(whole, first, 3)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    assert [kernels(first), kernels(second)] == [
+        [(fused or None, None)],
+        [(not fused or None, None)],
+    ]
+    for module, optimizer in ((whole, first), (resumed, second)):
+        steps(module, optimizer, 3, first=3)
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        states = [first.state[one], second.state[other]]
+        torch.testing.assert_close(*[state.get("master", state["exp_avg"]) for state in states])
+        assert [float(state["step"]) for state in states] == [6.0, 6.0]
 
 
 class Counting8bit(torch.optim.Optimizer):
