@@ -70,6 +70,7 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 
+from ragen_pl.models.attention import pack_images
 from ragen_pl.models.bundle import ModelBundle
 
 TEXT = {
@@ -369,4 +370,6 @@ def tiny(name: str) -> ModelBundle:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     model.generation_config = GenerationConfig(eos_token_id=family.eos_token_ids(tokenizer))
     processor = None if kind.processor is None else kind.processor(tokenizer)
+    # as `load_pretrained` does
+    pack_images(model)
     return ModelBundle(model.eval(), tokenizer, processor, kind.image_settings or {})

@@ -47,7 +47,7 @@ _LOADING = ("dtype", "attn_implementation")
 _PRETRAINED = {
     "_target_": "ragen_pl.models.build.load_pretrained",
     "dtype": "float32",
-    "attn_implementation": "sdpa",
+    "attn_implementation": "auto",
     "max_tokens": None,
     "trust_remote_code": False,
 }

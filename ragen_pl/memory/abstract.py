@@ -7,7 +7,7 @@ models do, and return fake tensors. So what a run would allocate can be counted 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragen_pl.memory.named import named_config
+from ragen_pl.models.attention import PACKED, packed_attention
 from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.facts import image_features_of
@@ -61,8 +62,8 @@ _INDEXING = (
     torch.ops.aten.index_put.default,
     torch.ops.aten.index_put_.default,
 )
-# transformers gives an implementation with this word all windows at once
-_PACKED = "packed_flash"
+# transformers gives an implementation with "flash" in its name all windows at once
+_AT_ONCE, _PACKED_ON_GPU = "windows_at_once_flash", f"{PACKED}_on_gpu"
 _GROUPED = torch.ops.aten._grouped_mm.default
 
 
@@ -121,11 +122,12 @@ def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
                     tensors[name] = fake(tensor)  # type: ignore[assignment]
 
 
-def abstract_pretrained(model: Mapping[str, Any]) -> ModelBundle:
+def abstract_pretrained(model: Mapping[str, Any], *, on_gpu: bool = False) -> ModelBundle:
     """Return the bundle that `load_pretrained` would load, on the meta device.
 
     Args:
         model: The node `model` of a config as plain dictionaries.
+        on_gpu: Whether the model is to be run on a GPU, whose kernels allocate otherwise.
 
     Raises:
         UnknownSizesError: The model is neither a folder nor a named one.
@@ -141,19 +143,27 @@ def abstract_pretrained(model: Mapping[str, Any]) -> ModelBundle:
         weights, local_tokenizer(path), local_processor(path, config), image_settings=images or {}
     )
     bundle.image_processor = model.get("processor") or {}
-    _attend_at_once(bundle)
+    _attend_as_planned(bundle, on_gpu=on_gpu)
     return bundle
 
 
-def _attend_at_once(bundle: ModelBundle) -> None:
-    """Let an encoder of packed images attend in one call. One for each window and image allocates as much, slowly."""
-    vision: Any = getattr(bundle.model.config, "vision_config", None)
-    if "image_grid_thw" in bundle.facts.vision_arguments and vision._attn_implementation == "sdpa":
-        ALL_ATTENTION_FUNCTIONS.register(_PACKED, _packed_attention)
-        vision._attn_implementation = _PACKED
+def _attend_as_planned(bundle: ModelBundle, *, on_gpu: bool) -> None:
+    """Let an encoder of packed images allocate what it would on the run's device.
+
+    With `sdpa` it attends in one call: one for each window and image allocates as much, slowly.
+    """
+    if "image_grid_thw" not in bundle.facts.vision_arguments:
+        return
+    vision: Any = bundle.model.config.vision_config
+    if vision._attn_implementation == "sdpa":
+        ALL_ATTENTION_FUNCTIONS.register(_AT_ONCE, _attention_at_once)
+        vision._attn_implementation = _AT_ONCE
+    elif vision._attn_implementation == PACKED and on_gpu:
+        ALL_ATTENTION_FUNCTIONS.register(_PACKED_ON_GPU, partial(packed_attention, on_gpu=True))
+        vision._attn_implementation = _PACKED_ON_GPU
 
 
-def _packed_attention(
+def _attention_at_once(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

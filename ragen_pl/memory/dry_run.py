@@ -32,7 +32,14 @@ from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.separate_gradients import SeparateGradients
 from ragen_pl.optimizers import OptimizerFactory, fuse
-from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
+from ragen_pl.run.build import (
+    assemble_agent,
+    build_bundle,
+    build_critic,
+    build_policy,
+    choose_accelerator,
+    plain,
+)
 from ragen_pl.run.start_check import engine_class
 
 MAX_ROWS = 16
@@ -51,7 +58,8 @@ def abstract_bundle(cfg: DictConfig) -> ModelBundle:
         UnknownSizesError: The sizes of the model are known to the hub only.
     """
     if is_pretrained(cfg):
-        return abstract_pretrained(plain(cfg.model))
+        on_gpu = choose_accelerator(cfg.trainer.accelerator) != "cpu"
+        return abstract_pretrained(plain(cfg.model), on_gpu=on_gpu)
     with torch.device("meta"):
         return build_bundle(cfg)
 

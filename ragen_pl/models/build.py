@@ -15,6 +15,7 @@ import torch
 from ragen_pl.checked import checked, needs_trust
 from ragen_pl.constraints import Count, Open, Seed, TextOnly
 from ragen_pl.models.adapters import LoraSettings, choose_trained_weights
+from ragen_pl.models.attention import pack_images
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.dropout import switch_dropout_off, switch_modules_off
 from ragen_pl.models.positions import check_length, fix_rotary_scaling
@@ -150,7 +151,7 @@ def load_pretrained(
     revision: str | None = None,
     trust_remote_code: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    attn_implementation: Attention | dict[str, Attention] = "sdpa",
+    attn_implementation: Literal["auto"] | Attention | dict[str, Attention] = "auto",
     local_files_only: bool = False,
     max_tokens: Count | None = None,
     image_processor: Annotated[dict[str, Any], Open()] | None = None,
@@ -171,7 +172,8 @@ def load_pretrained(
         trust_remote_code: Whether Python files of the model's repository are run where transformers has no such model.
         dtype: Type of the weights, such as `float32` or `bfloat16`.
         attn_implementation: Attention of transformers; a dictionary gives it by part of the model, such as
-            `{"text_config": "sdpa", "vision_config": "flash_attention_2"}`.
+            `{"text_config": "sdpa", "vision_config": "flash_attention_2"}`. `auto` is `sdpa`, in one call for all
+            windows of all images where the encoder has windows (`ragen_pl.models.attention`).
         local_files_only: Whether the hub is never asked.
         max_tokens: Tokens of the longest conversation; None for any up to the model's original length.
         image_processor: Settings of the family's image processor, such as `{"min_pixels": 50176}`,
@@ -200,7 +202,10 @@ def load_pretrained(
         where["revision"] = revision
     config = read_config(path, where)
     notes = _prepare(config, max_tokens=max_tokens)
-    model = read_model(config, path, attn_implementation, where | {"dtype": weights})
+    attention = "sdpa" if attn_implementation == "auto" else attn_implementation
+    model = read_model(config, path, attention, where | {"dtype": weights})
+    if attn_implementation == "auto":
+        pack_images(model)
     notes += _finish(model, max_tokens=max_tokens)
     processor = None
     if sees_images(config):
@@ -301,7 +306,7 @@ def describe_pretrained(
     config: PretrainedConfig,
     *,
     dtype: str = "float32",
-    attn_implementation: str | dict[str, str] = "sdpa",
+    attn_implementation: str | dict[str, str] = "auto",
     max_tokens: int | None = None,
     seed: int = 0,
     **trained: Any,
@@ -322,13 +327,16 @@ def describe_pretrained(
         attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
     )
     attention = {
-        part: "sdpa" if name.startswith("flash") else name for part, name in by_part.items()
+        part: "sdpa" if name == "auto" or name.startswith("flash") else name
+        for part, name in by_part.items()
     }
     model: PreTrainedModel = model_class(config).from_config(
         config,
         dtype=getattr(torch, dtype),
         attn_implementation=attention.get("", attention),
     )
+    if attn_implementation == "auto":
+        pack_images(model)
     _finish(model, max_tokens=max_tokens)
     with _weights_from(seed):
         choose_trained_weights(model, **trained)

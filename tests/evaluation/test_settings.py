@@ -132,7 +132,7 @@ def test_exported_folder_has_its_run_and_works_without_it(root: Path, tmp_path: 
     assert cfg.source.run == str(run) and cfg.env.name == "mine"
     assert cfg.model.build == {
         "_target_": "ragen_pl.models.build.load_pretrained", "path": str(folder),
-        "dtype": "bfloat16", "attn_implementation": "sdpa", "max_tokens": 2048, "trust_remote_code": False,
+        "dtype": "bfloat16", "attn_implementation": "auto", "max_tokens": 2048, "trust_remote_code": False,
     }  # fmt: skip
     (run / "config.yaml").unlink()
     assert evaluation_config(f"ckpt={folder}").source.run is None

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from composing import composed
@@ -19,6 +20,7 @@ from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.memory.dry_run import minibatch_of
 from ragen_pl.memory.plan import plan_memory
 from ragen_pl.memory.workload import workload_of
+from ragen_pl.models import attention
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
@@ -45,6 +47,57 @@ def test_engine_and_trainer_agree_with_the_models_own_forward(name):
     engine = TransformersEngine(PolicyModule(bundle).eval())
     size = None if bundle.images is None or MODELS[name].single_image else (56, 84)
     assert check_agreement(context, engine, image_size=size) < 1e-4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(16, 16, 80), (16, 2, 128), (8, 4, 256)])
+def test_sequences_of_unequal_lengths_in_one_kernel(heads, key_heads, width, causal, monkeypatch):
+    """In bfloat16, against float32 by `sdpa`, of the same rounded inputs."""
+    lengths = [64, 16, 1, 64, 300]
+    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    rounded = [
+        torch.randn(1, count, sum(lengths), width, device=DEVICE, generator=generator).bfloat16()
+        for count in (heads, key_heads, key_heads)
+    ]
+    factors = torch.randn(1, sum(lengths), heads, width, device=DEVICE, generator=generator)
+
+    def attended(dtype):
+        tensors = [each.to(dtype).requires_grad_() for each in rounded]
+        output, _ = attention.packed_attention(
+            torch.nn.Identity(),
+            *tensors,
+            cu_seq_lens_q=bounds,
+            max_length_q=max(lengths),
+            scaling=width**-0.5,
+            is_causal=causal,
+        )
+        assert output.dtype == dtype
+        return [output, *torch.autograd.grad((output * factors.to(dtype)).sum(), tensors)]
+
+    expected = attended(torch.float32)
+    monkeypatch.setattr(attention, "_by_length", None)
+    for found, exact in zip(attended(torch.bfloat16), expected, strict=True):
+        assert float((found.float() - exact).abs().max()) < 0.02 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_vl"])
+def test_features_of_packed_windows_are_those_of_sdpa(name):
+    bundle = tiny(name)
+    config = bundle.model.get_encoder(modality="image").config
+    images = [np.full((140, 84, 3), 40 * n, dtype=np.uint8) for n in range(6)]
+
+    def encoded(dtype, implementation):
+        bundle.model.to(DEVICE, dtype)
+        config._attn_implementation = implementation
+        return bundle.images.encode(images).tokens.float()
+
+    packed, looped = (encoded(torch.bfloat16, each) for each in (attention.PACKED, "sdpa"))
+    assert not torch.equal(packed, looped)
+    # from the same rounded weights
+    exact = encoded(torch.float32, "sdpa")
+    errors = [float((each - exact).norm() / exact.norm()) for each in (packed, looped)]
+    assert errors[0] < 1.5 * errors[1] + 1e-3
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -24,7 +24,7 @@ class InProcessRules(EngineTraits):
         attention = OmegaConf.select(cfg, "model.build.attn_implementation")
         if isinstance(attention, DictConfig):
             attention = attention.get("text_config", attention.get("", "sdpa"))
-        if attention not in (None, "sdpa", "eager"):
+        if attention not in (None, "auto", "sdpa", "eager"):
             yield no_masks(f"model.build.attn_implementation={attention}")
 
 
