@@ -7,8 +7,8 @@ rows are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count
+from ragen_pl.engines.in_process.decoding import Batch, GrowingBatch
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache, SessionCache, StateCache
 from ragen_pl.engines.in_process.memory import (
-    DROP_BELOW,
     PREFILL_TOKENS,
     SessionBytes,
     empty_cache,
@@ -45,11 +44,12 @@ from ragen_pl.models.inputs import (
     continued_inputs,
     run_decoder,
     shown_patches,
-    token_inputs,
 )
 
 # shortest common prefix of all prompts, in tokens, that is computed once for all
 _SHARE_FROM = 16
+# tokens that are sampled on a GPU before the host reads them
+_TOKENS_PER_READ = 8
 
 
 class TransformersEngine(InProcessRules):
@@ -61,6 +61,9 @@ class TransformersEngine(InProcessRules):
         prefill_tokens: Positions of a forward pass over prompts, padding included; one prompt may have more.
         cache_bytes: Largest size of the keys and values. Responses that need more are sampled one part after the
             other, and no session is kept. None for no limit.
+        tokens_per_read: Tokens of each response that are sampled before the host reads them, which waits for the
+            device. What a response samples after its end is dropped, and finished responses leave the batch only then.
+            Truncated sampling reads every token. None for 8 on a GPU and 1 elsewhere.
 
     Raises:
         ValueError: The model's attention takes no masks, which padded prompts need.
@@ -76,6 +79,7 @@ class TransformersEngine(InProcessRules):
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
         prefill_tokens: Count = PREFILL_TOKENS,
         cache_bytes: Count | None = None,
+        tokens_per_read: Count | None = None,
     ) -> None:
         self.bundle = policy.bundle
         if not self.bundle.facts.custom_masks:
@@ -83,6 +87,7 @@ class TransformersEngine(InProcessRules):
         self.forward_context = forward_context
         self.prefill_tokens = prefill_tokens
         self.cache_bytes = cache_bytes
+        self.tokens_per_read = tokens_per_read
         self.version = -1
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
@@ -177,7 +182,7 @@ class TransformersEngine(InProcessRules):
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
         prompts = [request.prompt.ids for request in requests]
-        with self.forward_context():
+        with self.forward_context(), _without_cudnn_attention():
             held = self._sessions(requests)
             if not self.bundle.facts.keeps_states and held.cache.length == 0:
                 self._prefill_shared(held, prompts)
@@ -300,43 +305,42 @@ class TransformersEngine(InProcessRules):
         *,
         keep: bool,
     ) -> Responses:
-        """Sample the responses. Finished rows are dropped from a copy of the cache."""
+        """Sample the responses; `hidden` are the states of the prompts' last tokens, `[rows, hidden]`."""
         bundle, device = self.bundle, hidden.device
         sampling = SamplingParameters.of(requests, banned=bundle.banned(device))
         limits = [request.max_tokens for request in requests]
         responses = Responses(limits, eos=bundle.eos_token_ids)
-        # a cache of states only does not know its length
-        slots_before = held.valid.shape[1]
-        rows, cache, merged = np.arange(len(requests)), held.cache, slots_before
-        positions = held.next_position
-        # no mask is needed while every slot holds a token of its row
-        full = bool(held.valid.all())
-        valid = None if full else functional.pad(held.valid, (0, max(limits)), value=True)
+        last, slots = max(limits) - 1, held.valid.shape[1]
+        batch: Batch = GrowingBatch(bundle, held, sampling, limit=max(limits), keep=keep)
+        # the ids that a token is truncated to are of any number: none waits on the device
+        per_read = 1 if sampling.truncations else self._tokens_per_read(device)
         for step in range(max(limits)):
-            token, logprobs, entropies, kept = sampling.sample(bundle.lm_head(hidden), step)
-            unfinished = responses.add(rows, token, logprobs, entropies, kept)
-            count = int(unfinished.sum())
-            if count == 0:
+            sampled = batch.first(hidden) if step == 0 else batch.next(step)
+            responses.add(batch.rows, sampled)
+            if step < last and (step + 1) % per_read:
+                continue
+            unfinished = responses.read()
+            if not unfinished.any():
                 break
-            if count < DROP_BELOW * len(rows):
-                if keep and cache is not held.cache:
-                    assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
-                    held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
-                index, rows = torch.from_numpy(unfinished.nonzero()[0]).to(device), rows[unfinished]
-                # only the cache of sessions that go on is read again
-                merged = slots_before + step
-                cache = cache.select(index, free=not keep or cache is not held.cache)
-                sampling, token = sampling.select(index), token[index]
-                positions = positions[index]
-                valid = None if valid is None else valid[index]
-                if not keep:
-                    # frees the memory of the other rows
-                    held.cache = cache
-            slots = None if valid is None else valid[:, : slots_before + step + 1]
-            inputs = token_inputs(bundle, token, positions=positions, valid=slots)
-            hidden = self._last_states(cache, inputs)
-            positions = positions + 1
-        if keep and cache is not held.cache:
-            assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
-            held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
+            batch.drop(unfinished)
+        batch.end()
+        if keep:
+            assert isinstance(held.cache, InPlaceCache)
+            # a response's last token is not fed to the model
+            held.cache.shorten(slots + int(responses.length.max()) - 1)
         return responses
+
+    def _tokens_per_read(self, device: torch.device) -> int:
+        """Return the number of tokens that are sampled before the host reads them."""
+        return self.tokens_per_read or (_TOKENS_PER_READ if device.type == "cuda" else 1)
+
+
+@contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    """Attend by other kernels: cuDNN makes a plan for each new number of keys, in each layer at each token."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)

@@ -52,7 +52,7 @@ class InPlaceLayer(DynamicLayer):
         keys[rows, :, self.length : end] = key_states
         values[rows, :, self.length : end] = value_states
         if self.part is None or rows.stop == self.part[1]:
-            self._use(end)
+            self.use(end)
         return keys[rows, :, :end], values[rows, :, :end]
 
     def select(self, rows: Tensor, slots: Tensor | None = None) -> InPlaceLayer:
@@ -62,7 +62,7 @@ class InPlaceLayer(DynamicLayer):
             layer.key_buffer = _selected(self.key_buffer, rows, slots)
             layer.value_buffer = _selected(self.value_buffer, rows, slots)
             layer.reserved = self.reserved
-            layer._use(self.length if slots is None else slots.shape[1])
+            layer.use(self.length if slots is None else slots.shape[1])
         return layer
 
     def free(self) -> None:
@@ -96,7 +96,7 @@ class InPlaceLayer(DynamicLayer):
             buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None
         )
 
-    def _use(self, length: int) -> None:
+    def use(self, length: int) -> None:
         """Take the first `length` slots into use."""
         assert self.key_buffer is not None and self.value_buffer is not None
         keys, values = self.key_buffer[:, :, :length], self.value_buffer[:, :, :length]
@@ -208,6 +208,11 @@ class InPlaceCache(Cache):
         """Copy the slots from `first` on of `other`, whose rows are `rows` of this cache."""
         for target, source in zip(self._in_place_layers, other._in_place_layers, strict=True):
             target.merge(source, rows, first)
+
+    def shorten(self, length: int) -> None:
+        """Leave only the first slots in use, those of the longest conversation."""
+        for layer in self._in_place_layers:
+            layer.use(length)
 
     def memory_bytes(self) -> int:
         """Return the size of all buffers."""
