@@ -5,7 +5,7 @@ Holds the parameters that decide a token and the responses so far. Models and ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,11 @@ class Sampled(NamedTuple):
     """Of the distributions, `[rows]`."""
     kept: Tensor | None
     """bool `[rows, vocab]`, ids that a row is truncated to, none in a row that keeps all; None without truncation."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
+        """Return them changed, tensor by tensor."""
+        kept = None if self.kept is None else change(self.kept)
+        return Sampled(change(self.tokens), change(self.logprobs), change(self.entropies), kept)
 
 
 @dataclass(slots=True)
