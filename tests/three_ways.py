@@ -33,11 +33,16 @@ class Said:
 
 
 def play(
-    bundle: ModelBundle, *, window: int | str, keep: bool, single_image: bool = False
+    bundle: ModelBundle,
+    *,
+    window: int | str,
+    keep: bool,
+    single_image: bool = False,
+    engine: TransformersEngine | None = None,
 ) -> list[list[Said]]:
     """Play episodes of unequal length side by side, four turns each."""
     context = ContextManager(bundle, window=window, system_prompt=None)
-    engine = TransformersEngine(PolicyModule(bundle))
+    engine = engine or TransformersEngine(PolicyModule(bundle))
     rng = np.random.default_rng(1)
     talks = [context.start("") for _ in WORDS]
     episodes: list[list[Said]] = [[] for _ in WORDS]

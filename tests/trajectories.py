@@ -10,6 +10,7 @@ import numpy as np
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
@@ -91,7 +92,13 @@ def starts(groups: int, members: int = 1, *, first: int = 0) -> list[EpisodeSpec
 
 
 def make_request(
-    prompt: Prompt, *, session: int = 0, tokens: int = 12, temperature: float = 1.0, seed: int = 0
+    prompt: Prompt,
+    *,
+    session: int = 0,
+    tokens: int = 12,
+    temperature: float = 1.0,
+    seed: int = 0,
+    truncation: Truncation | None = None,
 ) -> GenerationRequest:
     """Return a request for at most so many tokens."""
     return GenerationRequest(
@@ -100,6 +107,7 @@ def make_request(
         max_tokens=tokens,
         temperature=temperature,
         seed=derive_seed("test", seed),
+        truncation=truncation,
     )
 
 

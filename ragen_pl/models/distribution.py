@@ -149,20 +149,18 @@ def _computed(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor) -> Tensor:
+def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor | bool) -> Tensor:
     """Sample one token for each row by inverting the cumulative distribution.
 
     Args:
         log_probs: float32 `[rows, vocab]`.
         uniforms: float64 `[rows]` in [0, 1).
-        greedy: Rows that take the most probable token, bool `[rows]`.
+        greedy: Rows that take the most probable token, bool `[rows]`, or one for all rows.
 
     Returns:
         int64 `[rows]`.
     """
-    # reading the rows' kinds from a GPU at each token would stop it
-    known = greedy.device.type == "cpu"
-    if known and bool(greedy.all()):
+    if greedy is True:
         return log_probs.argmax(-1)
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     # 1 - u lies in (0, 1]: a token of probability 0 is never the first to reach it
@@ -172,6 +170,6 @@ def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor) -> Tensor:
         .squeeze(-1)
         .clamp_(max=log_probs.shape[-1] - 1)
     )
-    if known and not bool(greedy.any()):
+    if greedy is False:
         return sampled
     return torch.where(greedy, log_probs.argmax(-1), sampled)

@@ -56,6 +56,10 @@ class ModelFacts:
     """Whether the model's forward computes the logits of the last tokens only, if asked to."""
     vision_arguments: frozenset[str] = frozenset()
     """Arguments of `get_image_features`."""
+    has_experts: bool = False
+    """Whether layers send tokens to experts. How many tokens each gets is read on the host, or has a varying shape."""
+    rotates_by_length: bool = False
+    """Whether rotary embeddings change with the length of the longest sequence, which the host reads."""
 
     @property
     def keeps_states(self) -> bool:
@@ -125,6 +129,8 @@ class ModelFacts:
             reads_end="first_read" in arguments and attention in ("eager", "sdpa"),
             keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
             vision_arguments=_arguments(encode),
+            has_experts=any(hasattr(part, "num_experts") for part in model.modules()),
+            rotates_by_length="dynamic" in _rope_types(text),
         )
 
 
@@ -155,6 +161,13 @@ def _position_axes(text: Any) -> int:
     """Return the number of axes that a rotary embedding has sections for: 3, and 4 in HunYuan-VL."""
     sections = (getattr(text, "rope_parameters", None) or {}).get("mrope_section")
     return 3 if sections is None else len(sections)
+
+
+def _rope_types(text: Any) -> set[str | None]:
+    """Return the kinds of rotary embeddings, which layers of different types may have different ones of."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    by_layer = [each for each in parameters.values() if isinstance(each, dict)]
+    return {each.get("rope_type") for each in by_layer or [parameters]}
 
 
 def _bidirectional_layers(model: PreTrainedModel, text: Any) -> frozenset[str]:

@@ -17,6 +17,7 @@ from family_models import MODELS, tiny
 from lightning.pytorch.utilities import move_data_to_device
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
 from ragen_pl.memory.dry_run import minibatch_of
 from ragen_pl.memory.plan import plan_memory
 from ragen_pl.memory.workload import workload_of
@@ -98,6 +99,79 @@ def test_features_of_packed_windows_are_those_of_sdpa(name):
     exact = encoded(torch.float32, "sdpa")
     errors = [float((each - exact).norm() / exact.norm()) for each in (packed, looped)]
     assert errors[0] < 1.5 * errors[1] + 1e-3
+
+
+def requests_of(bundle, *, temperature=1.0, count=20):
+    rng = np.random.default_rng(0)
+    last = min(200, bundle.logit_count - 1)
+    prompts = [rng.integers(20, last, 30 + n % 7).astype(np.int64) for n in range(count)]
+    return [
+        GenerationRequest(
+            session=n,
+            prompt=Prompt(ids=ids, unexpanded_ids=ids),
+            max_tokens=20 + 3 * n,
+            temperature=temperature,
+            seed=n,
+        )
+        for n, ids in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if not MODELS[name].recurrent and "experts" not in name]
+)
+def test_graphs_sample_what_the_model_samples_without_them(name):
+    """Rows are dropped and graphs are used in later calls, with new weights in their place."""
+    bundle = tiny(name)
+    bundle.model.to(DEVICE)
+    policy = PolicyModule(bundle).eval()
+    engines = TransformersEngine(policy, static_step=False), TransformersEngine(policy)
+    for call in range(3):
+        plain, graphs = (
+            generate(engine, requests_of(bundle), keep=call == 1) for engine in engines
+        )
+        for one, other in zip(plain, graphs, strict=True):
+            assert one.ids.tolist() == other.ids.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        with torch.no_grad():
+            for weight in bundle.model.parameters():
+                weight.mul_(1.01)
+        for engine in engines:
+            engine.load_weights(call)
+    assert engines[1].graphs > 1
+    engines[1].sleep()
+    assert engines[1].graphs == 0 and engines[1].static_bytes == 0
+
+
+def test_graphs_under_autocast_are_of_one_call():
+    bundle = tiny("qwen2_5")
+    bundle.model.to(DEVICE)
+    policy = PolicyModule(bundle).eval()
+    engines = [
+        TransformersEngine(
+            policy,
+            forward_context=lambda: torch.autocast(DEVICE, torch.bfloat16),
+            static_step=wanted,
+        )
+        for wanted in (False, None)
+    ]
+    for _ in range(2):
+        plain, graphs = (
+            generate(engine, requests_of(bundle, temperature=0.0), keep=False) for engine in engines
+        )
+        first = [
+            (one.logprobs[0], other.logprobs[0]) for one, other in zip(plain, graphs, strict=True)
+        ]
+        assert engines[1].graphs == 0
+        np.testing.assert_allclose(*np.array(first).T, atol=1e-2)
+        # most tokens are the same where rounding differs
+        pairs = [
+            zip(one.ids, other.ids, strict=False) for one, other in zip(plain, graphs, strict=True)
+        ]
+        assert np.mean([a == b for pair in pairs for a, b in pair]) > 0.5
+        with torch.no_grad():
+            for weight in bundle.model.parameters():
+                weight.mul_(1.01)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -7,8 +7,8 @@ rows are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -16,20 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count
+from ragen_pl.engines.in_process.decoding import Batch, GrowingBatch
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache, SessionCache, StateCache
 from ragen_pl.engines.in_process.memory import (
-    DROP_BELOW,
     PREFILL_TOKENS,
     SessionBytes,
     empty_cache,
+    rounded_rows,
+    rounded_slots,
     sampling_bytes,
 )
 from ragen_pl.engines.in_process.rules import InProcessRules, no_masks
 from ragen_pl.engines.in_process.sampling import Responses, SamplingParameters
+from ragen_pl.engines.in_process.static_step import StaticBatch, StaticStep
 from ragen_pl.engines.protocol import (
     EngineMemory,
     EnginePolicy,
@@ -38,6 +40,7 @@ from ragen_pl.engines.protocol import (
     Prompt,
     RolloutSizes,
 )
+from ragen_pl.models.facts import ModelFacts
 from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.images import content_key
 from ragen_pl.models.inputs import (
@@ -45,11 +48,12 @@ from ragen_pl.models.inputs import (
     continued_inputs,
     run_decoder,
     shown_patches,
-    token_inputs,
 )
 
 # shortest common prefix of all prompts, in tokens, that is computed once for all
 _SHARE_FROM = 16
+# tokens that are sampled on a GPU before the host reads them
+_TOKENS_PER_READ = 8
 
 
 class TransformersEngine(InProcessRules):
@@ -61,9 +65,14 @@ class TransformersEngine(InProcessRules):
         prefill_tokens: Positions of a forward pass over prompts, padding included; one prompt may have more.
         cache_bytes: Largest size of the keys and values. Responses that need more are sampled one part after the
             other, and no session is kept. None for no limit.
+        tokens_per_read: Tokens of each response that are sampled before the host reads them, which waits for the
+            device. What a response samples after its end is dropped, and finished responses leave the batch only then.
+            Truncated sampling reads every token. None for 8 on a GPU and 1 elsewhere.
+        static_step: Whether tokens are sampled by a step of fixed shapes, which a GPU replays as a CUDA graph. Keys and
+            values then have room for rounded numbers of responses and tokens. None for GPUs, and models that can.
 
     Raises:
-        ValueError: The model's attention takes no masks, which padded prompts need.
+        ValueError: The model's attention takes no masks, which padded prompts need, or its step has no fixed shape.
     """
 
     needs_trust = ()
@@ -76,13 +85,22 @@ class TransformersEngine(InProcessRules):
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
         prefill_tokens: Count = PREFILL_TOKENS,
         cache_bytes: Count | None = None,
+        tokens_per_read: Count | None = None,
+        static_step: bool | None = None,
     ) -> None:
         self.bundle = policy.bundle
         if not self.bundle.facts.custom_masks:
             raise ValueError(no_masks("model.build.attn_implementation"))
+        problem = static_problem(self.bundle.facts)
+        if static_step and problem:
+            raise ValueError(f"rollout.engine.static_step=true: {problem}; set null")
         self.forward_context = forward_context
         self.prefill_tokens = prefill_tokens
         self.cache_bytes = cache_bytes
+        self.tokens_per_read = tokens_per_read
+        self._static_wanted = problem is None if static_step is None else static_step
+        self._static_everywhere = bool(static_step)
+        self._static = StaticStep(self.bundle)
         self.version = -1
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
@@ -95,10 +113,14 @@ class TransformersEngine(InProcessRules):
     def planned_memory(cls, settings: Mapping[str, Any], sizes: RolloutSizes) -> EngineMemory:
         """Return the bytes of sampling, and of the weights where the engine has a copy of them."""
         copied = super().planned_memory(settings, sizes)
+        wanted = settings.get("static_step")
+        if wanted is None:
+            wanted = sizes.on_gpu and static_problem(sizes.bundle.facts) is None
         sampling = sampling_bytes(
             sizes,
             prefill_tokens=settings.get("prefill_tokens", PREFILL_TOKENS),
             cache_bytes=settings.get("cache_bytes"),
+            static=wanted,
         )
         return EngineMemory(sampling | copied.rollout, copied.update)
 
@@ -111,6 +133,16 @@ class TransformersEngine(InProcessRules):
     def held_bytes(self) -> int:
         """Bytes of keys, values and states held for the next turns."""
         return 0 if self._held is None else self._held.cache.memory_bytes()
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of the static step's keys and values, which are there until `sleep`."""
+        return self._static.cache.memory_bytes()
+
+    @property
+    def graphs(self) -> int:
+        """Number of CUDA graphs, which are there until `sleep`."""
+        return self._static.graphs
 
     @property
     def held_images(self) -> int:
@@ -129,12 +161,13 @@ class TransformersEngine(InProcessRules):
         self._features.clear()
 
     def sleep(self) -> None:
-        """Free the cache of the sessions."""
+        """Free the cache of the sessions, and the buffers and graphs of the static step."""
         self.release()
+        self._static.free()
 
     def close(self) -> None:
-        """Free the cache of the sessions."""
-        self.release()
+        """Free all that `sleep` frees."""
+        self.sleep()
 
     def submit(self, requests: Sequence[GenerationRequest], *, keep: bool) -> None:
         """Queue requests; see `RolloutEngine`."""
@@ -162,8 +195,12 @@ class TransformersEngine(InProcessRules):
         """Split requests into parts whose keys and values fit into `cache_bytes`."""
         if self.cache_bytes is None:
             return [requests]
-        slots = max(len(request.prompt.ids) + request.max_tokens for request in requests)
-        rows = max(1, self.cache_bytes // self.session_bytes(slots))
+        slots = _slots(requests)
+        static = self._is_static(self.bundle.device)
+        size = self.session_bytes(rounded_slots(slots) if static else slots)
+        rows = max(1, self.cache_bytes // size)
+        while static and rounded_rows(rows) * size > self.cache_bytes and rows > 1:
+            rows -= 1
         return [requests[start : start + rows] for start in range(0, len(requests), rows)]
 
     def session_bytes(self, tokens: int) -> int:
@@ -177,7 +214,7 @@ class TransformersEngine(InProcessRules):
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest], *, keep: bool) -> list[Generation]:
         prompts = [request.prompt.ids for request in requests]
-        with self.forward_context():
+        with self.forward_context(), _without_cudnn_attention():
             held = self._sessions(requests)
             if not self.bundle.facts.keeps_states and held.cache.length == 0:
                 self._prefill_shared(held, prompts)
@@ -192,12 +229,18 @@ class TransformersEngine(InProcessRules):
 
     def _sessions(self, requests: Sequence[GenerationRequest]) -> SessionCache:
         """Return the cache of the requests' sessions, an empty one if one of them is new."""
-        sessions = [request.session for request in requests]
-        if self._held is None or not set(sessions) <= set(self._held.sessions):
-            return SessionCache.empty(
-                sessions, device=self.bundle.device, cache=empty_cache(self.bundle)
-            )
-        return self._held.select(sessions)
+        sessions, device = [request.session for request in requests], self.bundle.device
+        # a static cache is changed in place
+        held, self._held = self._held, None
+        if held is not None and set(sessions) <= set(held.sessions):
+            return held.select(sessions)
+        if self._is_static(device):
+            cache = self._static.cache.begin(rows=len(sessions), slots=_slots(requests))
+            return SessionCache.empty(sessions, device=device, cache=cache)
+        return SessionCache.empty(sessions, device=device, cache=empty_cache(self.bundle))
+
+    def _is_static(self, device: torch.device) -> bool:
+        return self._static_everywhere or (self._static_wanted and device.type == "cuda")
 
     def _prefill_shared(self, held: SessionCache, prompts: Sequence[np.ndarray]) -> None:
         """Compute the common prefix of all prompts once, such as an environment's rules."""
@@ -300,43 +343,62 @@ class TransformersEngine(InProcessRules):
         *,
         keep: bool,
     ) -> Responses:
-        """Sample the responses. Finished rows are dropped from a copy of the cache."""
+        """Sample the responses; `hidden` are the states of the prompts' last tokens, `[rows, hidden]`."""
         bundle, device = self.bundle, hidden.device
         sampling = SamplingParameters.of(requests, banned=bundle.banned(device))
         limits = [request.max_tokens for request in requests]
         responses = Responses(limits, eos=bundle.eos_token_ids)
-        # a cache of states only does not know its length
-        slots_before = held.valid.shape[1]
-        rows, cache, merged = np.arange(len(requests)), held.cache, slots_before
-        positions = held.next_position
-        # no mask is needed while every slot holds a token of its row
-        full = bool(held.valid.all())
-        valid = None if full else functional.pad(held.valid, (0, max(limits)), value=True)
+        last, slots = max(limits) - 1, held.valid.shape[1]
+        batch: Batch
+        if held.cache is self._static.cache:
+            batch = StaticBatch(self._static, held, sampling, limit=max(limits), keep=keep)
+        else:
+            batch = GrowingBatch(bundle, held, sampling, limit=max(limits), keep=keep)
+        # the ids that a token is truncated to are of any number: none waits on the device
+        per_read = 1 if sampling.truncations else self._tokens_per_read(device)
         for step in range(max(limits)):
-            token, logprobs, entropies, kept = sampling.sample(bundle.lm_head(hidden), step)
-            unfinished = responses.add(rows, token, logprobs, entropies, kept)
-            count = int(unfinished.sum())
-            if count == 0:
+            sampled = batch.first(hidden) if step == 0 else batch.next(step)
+            responses.add(batch.rows, sampled)
+            if step < last and (step + 1) % per_read:
+                continue
+            unfinished = responses.read()
+            if not unfinished.any():
                 break
-            if count < DROP_BELOW * len(rows):
-                if keep and cache is not held.cache:
-                    assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
-                    held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
-                index, rows = torch.from_numpy(unfinished.nonzero()[0]).to(device), rows[unfinished]
-                # only the cache of sessions that go on is read again
-                merged = slots_before + step
-                cache = cache.select(index, free=not keep or cache is not held.cache)
-                sampling, token = sampling.select(index), token[index]
-                positions = positions[index]
-                valid = None if valid is None else valid[index]
-                if not keep:
-                    # frees the memory of the other rows
-                    held.cache = cache
-            slots = None if valid is None else valid[:, : slots_before + step + 1]
-            inputs = token_inputs(bundle, token, positions=positions, valid=slots)
-            hidden = self._last_states(cache, inputs)
-            positions = positions + 1
-        if keep and cache is not held.cache:
-            assert isinstance(held.cache, InPlaceCache) and isinstance(cache, InPlaceCache)
-            held.cache.merge(cache, torch.from_numpy(rows).to(device), merged)
+            batch.drop(unfinished)
+        batch.end()
+        if keep:
+            assert isinstance(held.cache, InPlaceCache)
+            # a response's last token is not fed to the model
+            held.cache.use(slots + int(responses.length.max()) - 1)
         return responses
+
+    def _tokens_per_read(self, device: torch.device) -> int:
+        """Return the number of tokens that are sampled before the host reads them."""
+        return self.tokens_per_read or (_TOKENS_PER_READ if device.type == "cuda" else 1)
+
+
+def static_problem(facts: ModelFacts) -> str | None:
+    """Return why a model's step can't have fixed shapes, None if it can."""
+    if facts.keeps_states:
+        return f"the layers of {facts.family} keep states, which only its own cache serves"
+    if facts.has_experts:
+        return f"{facts.family} has experts, and how many tokens each gets varies"
+    if facts.rotates_by_length:
+        return f"the rotary embeddings of {facts.family} change with the length"
+    return None
+
+
+def _slots(requests: Sequence[GenerationRequest]) -> int:
+    """Return the tokens of the longest prompt with its response."""
+    return max(len(request.prompt.ids) + request.max_tokens for request in requests)
+
+
+@contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    """Attend by other kernels: cuDNN makes a plan for each new number of keys, in each layer at each token."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)

@@ -52,17 +52,17 @@ class InPlaceLayer(DynamicLayer):
         keys[rows, :, self.length : end] = key_states
         values[rows, :, self.length : end] = value_states
         if self.part is None or rows.stop == self.part[1]:
-            self._use(end)
+            self.use(end)
         return keys[rows, :, :end], values[rows, :, :end]
 
     def select(self, rows: Tensor, slots: Tensor | None = None) -> InPlaceLayer:
         """Return a copy with these rows only; see `InPlaceCache.select`."""
         layer = InPlaceLayer()
         if self.key_buffer is not None and self.value_buffer is not None:
-            layer.key_buffer = _selected(self.key_buffer, rows, slots)
-            layer.value_buffer = _selected(self.value_buffer, rows, slots)
+            layer.key_buffer = selected(self.key_buffer, rows, slots)
+            layer.value_buffer = selected(self.value_buffer, rows, slots)
             layer.reserved = self.reserved
-            layer._use(self.length if slots is None else slots.shape[1])
+            layer.use(self.length if slots is None else slots.shape[1])
         return layer
 
     def free(self) -> None:
@@ -96,7 +96,7 @@ class InPlaceLayer(DynamicLayer):
             buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None
         )
 
-    def _use(self, length: int) -> None:
+    def use(self, length: int) -> None:
         """Take the first `length` slots into use."""
         assert self.key_buffer is not None and self.value_buffer is not None
         keys, values = self.key_buffer[:, :, :length], self.value_buffer[:, :, :length]
@@ -120,14 +120,19 @@ class InPlaceLayer(DynamicLayer):
             rows, capacity = like.shape[0] if self.part is None else self.part[1], 0
         # without a reservation, doubling keeps the copying in proportion
         size = max(needed, self.reserved or 2 * capacity)
-        dtype = _compute_dtype(like) if buffer is None else buffer.dtype
-        grown = like.new_empty(rows, like.shape[1], size, like.shape[-1], dtype=dtype)
+        grown = self._empty(buffer, like, rows, size)
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
 
+    def _empty(self, buffer: Tensor | None, like: Tensor, rows: int, slots: int) -> Tensor:
+        """Return a new buffer for states `like`, of the type of the one before."""
+        dtype = _compute_dtype(like) if buffer is None else buffer.dtype
+        return like.new_empty(rows, like.shape[1], slots, like.shape[-1], dtype=dtype)
 
-def _selected(buffer: Tensor, rows: Tensor, slots: Tensor | None) -> Tensor:
+
+def selected(buffer: Tensor, rows: Tensor, slots: Tensor | None) -> Tensor:
+    """Return a copy of rows, and of the slots `[rows, slots]` of each; None for all slots."""
     if slots is None:
         return buffer.index_select(0, rows)
     return buffer[rows[:, None], :, slots].transpose(1, 2)
@@ -157,7 +162,7 @@ class InPlaceCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Append to a layer and return views of all its slots in use."""
         while len(self.layers) <= layer_idx:
-            self.layers.append(InPlaceLayer())
+            self.layers.append(self._new_layer())
         layer = self._in_place_layers[layer_idx]
         layer.reserved, layer.part = self._reserved, self._part
         return layer.update(key_states, value_states)
@@ -179,6 +184,9 @@ class InPlaceCache(Cache):
     def length(self) -> int:
         """Number of slots in use."""
         return self._in_place_layers[0].length if self._in_place_layers else 0
+
+    def _new_layer(self) -> InPlaceLayer:
+        return InPlaceLayer()
 
     @property
     def _in_place_layers(self) -> list[InPlaceLayer]:
@@ -208,6 +216,11 @@ class InPlaceCache(Cache):
         """Copy the slots from `first` on of `other`, whose rows are `rows` of this cache."""
         for target, source in zip(self._in_place_layers, other._in_place_layers, strict=True):
             target.merge(source, rows, first)
+
+    def use(self, length: int) -> None:
+        """Take exactly the first slots into use."""
+        for layer in self._in_place_layers:
+            layer.use(length)
 
     def memory_bytes(self) -> int:
         """Return the size of all buffers."""

@@ -5,8 +5,9 @@ Holds the parameters that decide a token and the responses so far. Models and ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,24 @@ from ragen_pl.models.truncation import BANNED, Truncation
 from ragen_pl.seeding import uniforms
 
 
+class Sampled(NamedTuple):
+    """A token of each row of a batch, on the device."""
+
+    tokens: Tensor
+    """int64 `[rows]`."""
+    logprobs: Tensor
+    """`[rows]`."""
+    entropies: Tensor
+    """Of the distributions, `[rows]`."""
+    kept: Tensor | None
+    """bool `[rows, vocab]`, ids that a row is truncated to, none in a row that keeps all; None without truncation."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
+        """Return them changed, tensor by tensor."""
+        kept = None if self.kept is None else change(self.kept)
+        return Sampled(change(self.tokens), change(self.logprobs), change(self.entropies), kept)
+
+
 @dataclass(slots=True)
 class SamplingParameters:
     """Sampling parameters and random numbers of the rows of a batch."""
@@ -26,8 +45,8 @@ class SamplingParameters:
     """float64 `[rows, tokens]`."""
     temperature: Tensor | float
     """float32 `[rows, 1]`, or 1.0 for all rows."""
-    greedy: Tensor
-    """bool `[rows]`."""
+    greedy: Tensor | bool
+    """bool `[rows]`, or one for all rows."""
     banned: Tensor
     """int64, ids that are never sampled."""
     truncations: tuple[tuple[Truncation, Tensor], ...] = ()
@@ -54,40 +73,28 @@ class SamplingParameters:
         return cls(
             uniforms=torch.from_numpy(draws).to(device),
             temperature=1.0 if set(temperatures) == {1.0} else per_row,
-            greedy=torch.tensor(greedy, device=device),
+            greedy=greedy[0] if len(set(greedy)) == 1 else torch.tensor(greedy, device=device),
             banned=banned,
             truncations=_truncations(requests, device),
         )
 
-    def sample(
-        self, logits: Tensor, step: int
-    ) -> tuple[Tensor, Tensor, Tensor, list[np.ndarray] | None]:
-        """Sample a token of each row.
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Sampled:
+        """Sample a token of each row. Nothing is read from the device.
 
         Args:
             logits: `[rows, vocab]`.
-            step: Number of the token in the response.
-
-        Returns:
-            Tokens, their log-probs and the entropies of their distributions, each `[rows]`, and the ids that were kept;
-            None where no row is truncated.
+            uniforms: float64 `[rows]`.
         """
         log_probs = log_distribution(logits, temperature=self.temperature, banned=self.banned)
+        kept = None
         for truncation, rows in self.truncations:
-            log_probs[rows] = truncation.truncated(log_probs[rows])
-        token = draw(log_probs, self.uniforms[:, step], greedy=self.greedy)
-        own = log_probs.gather(-1, token[:, None]).squeeze(-1)
-        return token, own, entropy(log_probs), self._kept(log_probs)
-
-    def _kept(self, log_probs: Tensor) -> list[np.ndarray] | None:
-        """Return the ids that each row of `[rows, vocab]` is truncated to, none for a row that keeps all."""
-        if not self.truncations:
-            return None
-        truncated = torch.stack([rows for _, rows in self.truncations]).any(dim=0)
-        inside = (log_probs > BANNED / 2) & truncated[:, None]
-        ids = inside.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-        counts = inside.sum(dim=1, dtype=torch.int32).cpu().numpy()
-        return np.split(ids, counts.cumsum()[:-1])
+            of_row = rows[:, None]
+            log_probs = torch.where(of_row, truncation.truncated(log_probs), log_probs)
+            inside = (log_probs > BANNED / 2) & of_row
+            kept = inside if kept is None else kept | inside
+        tokens = draw(log_probs, uniforms, greedy=self.greedy)
+        own = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+        return Sampled(tokens, own, entropy(log_probs), kept)
 
     def select(self, rows: Tensor) -> SamplingParameters:
         """Return the parameters of these rows."""
@@ -97,7 +104,7 @@ class SamplingParameters:
         return SamplingParameters(
             uniforms=self.uniforms[rows],
             temperature=temperature,
-            greedy=self.greedy[rows],
+            greedy=self.greedy if isinstance(self.greedy, bool) else self.greedy[rows],
             banned=self.banned,
             truncations=tuple((each, own[rows]) for each, own in self.truncations),
         )
@@ -116,7 +123,7 @@ def _truncations(
 
 
 class Responses:
-    """The responses of one engine call.
+    """The responses of one engine call. What is sampled stays on the device until `read`.
 
     Args:
         limits: Length limit of each response.
@@ -124,7 +131,7 @@ class Responses:
     """
 
     def __init__(self, limits: Sequence[int], *, eos: Collection[int]) -> None:
-        self.eos = frozenset(eos)
+        self.eos = np.array(sorted(eos), dtype=np.int64)
         self.limits = np.asarray(limits)
         # 0 until the response is finished
         self.length = np.zeros(len(limits), dtype=np.int64)
@@ -133,40 +140,52 @@ class Responses:
         self._tokens: list[np.ndarray] = []
         # log-probs and entropies stay on the device until the end
         self._statistics: list[Tensor] = []
+        # of the tokens since the last read
+        self._unread: list[tuple[Tensor, Tensor | None]] = []
         # of each response, by the number of the token
         self._kept: list[list[np.ndarray]] | None = None
 
-    def add(
-        self,
-        rows: np.ndarray,
-        tokens: Tensor,
-        logprobs: Tensor,
-        entropies: Tensor,
-        kept: list[np.ndarray] | None = None,
-    ) -> np.ndarray:
+    def add(self, rows: np.ndarray, sampled: Sampled) -> None:
         """Append a token to the responses `rows`; tokens of finished responses are dropped later.
+
+        The rows are the same from one `read` to the next.
+        """
+        self._rows.append(rows)
+        self._unread.append((sampled.tokens, sampled.kept))
+        self._statistics.append(torch.stack([sampled.logprobs, sampled.entropies]))
+
+    def read(self) -> np.ndarray:
+        """Read the tokens that were added since the last read: the only time that the host waits for the device.
 
         Returns:
             bool `[rows]`, the responses that are not finished.
         """
-        ids = tokens.cpu().numpy()
-        self._rows.append(rows)
-        self._tokens.append(ids)
-        self._statistics.append(torch.stack([logprobs, entropies]))
-        if kept is not None:
-            if self._kept is None:
-                self._kept = [[] for _ in self.limits]
-            for row, ids_of_row in zip(rows.tolist(), kept, strict=True):
-                # not those of finished responses
-                if self.length[row] == 0:
-                    self._kept[row].append(ids_of_row)
-        count = len(self._tokens)
-        ended = np.array([token in self.eos for token in ids.tolist()])
-        unfinished = self.length[rows] == 0
-        done = unfinished & (ended | (count >= self.limits[rows]))
-        self.length[rows[done]] = count
-        self.hit_length_limit[rows[done]] = ~ended[done]
-        return unfinished & ~done
+        ids = torch.stack([tokens for tokens, _ in self._unread]).cpu().numpy()
+        kept = [inside for _, inside in self._unread]
+        self._unread = []
+        rows = self._rows[-1]
+        for tokens, inside in zip(ids, kept, strict=True):
+            self._tokens.append(tokens)
+            if inside is not None:
+                self._add_kept(rows, inside)
+            count = len(self._tokens)
+            ended = np.isin(tokens, self.eos)
+            done = (self.length[rows] == 0) & (ended | (count >= self.limits[rows]))
+            self.length[rows[done]] = count
+            self.hit_length_limit[rows[done]] = ~ended[done]
+        unfinished: np.ndarray = self.length[rows] == 0
+        return unfinished
+
+    def _add_kept(self, rows: np.ndarray, inside: Tensor) -> None:
+        """Append the ids that each row of `[rows, vocab]` is truncated to."""
+        ids = inside.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+        counts = inside.sum(dim=1, dtype=torch.int32).cpu().numpy()
+        if self._kept is None:
+            self._kept = [[] for _ in self.limits]
+        for row, ids_of_row in zip(rows.tolist(), np.split(ids, counts.cumsum()[:-1]), strict=True):
+            # not those of finished responses
+            if self.length[row] == 0:
+                self._kept[row].append(ids_of_row)
 
     def generations(self, *, version: int) -> list[Generation]:
         """Return the finished responses.
