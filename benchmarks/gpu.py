@@ -265,6 +265,8 @@ def _respond(engine: TransformersEngine, bench: Bench, count: int) -> None:
 
 def _generate(bundle: ModelBundle, bench: Bench, count: int) -> None:
     ids = torch.randint(100, 200, (bench.rows, bench.prompt), device=bench.device)
+    # as a process of transformers alone has it; the trainer switches it off
+    torch.backends.cuda.enable_cudnn_sdp(True)
     bundle.model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
         do_sample=True, top_k=0, pad_token_id=0,

@@ -26,7 +26,7 @@ class PhaseMeter(RolloutCallback):
     Attributes:
         last: The meter that was made last.
         phases: `rollout`, `update` (scoring, forward and backward passes) and `optimizer step`.
-        last_iteration: Time at the end of the last iteration's update.
+        last_iteration: Time at the end of the last update.
         last_validation: Time at the start of the last validation.
         validated: Time at its end.
     """
@@ -60,11 +60,8 @@ class PhaseMeter(RolloutCallback):
     def on_train_batch_end(self, *_: Any) -> None:
         """End an optimizer step, or the passes of a microbatch without one."""
         self._end(self._part)
+        self.last_iteration = self._began
         self._part = "update"
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        """End an iteration."""
-        self.last_iteration = time.perf_counter()
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Begin a validation."""

@@ -149,6 +149,8 @@ class RolloutUpdateLoop(_FitLoop):
         due = False
         if not self._finishing:
             super().advance()
+            # as large as the weights; the rollout and the validation need none
+            self.trainer.lightning_module.zero_grad()
         else:
             assert self._data_fetcher is not None
             due = self.epoch_loop._should_check_val_fx(self._data_fetcher)

@@ -67,6 +67,25 @@ def test_an_iteration_is_a_rollout_an_update_and_a_validation(setup_of):
     assert recorder.entries == expected
 
 
+def test_a_rollout_holds_no_gradients(setup_of):
+    held: dict[str, int] = {}
+
+    class Counter(RolloutCallback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: object):
+            self.count("update", module)
+
+        def on_rollout_start(self, trainer: pl.Trainer, module: pl.LightningModule):
+            self.count("rollout", module)
+
+        def count(self, phase: str, module: pl.LightningModule):
+            number = sum(weight.grad is not None for weight in module.parameters())
+            held[phase] = held.get(phase, 0) + number
+
+    # Lightning itself drops them before a validation
+    setup_of().fit(Counter(), max_epochs=2, limit_val_batches=0)
+    assert held["update"] > 0 and held["rollout"] == 0
+
+
 def test_validate_first_false_skips_the_validation_of_the_untrained_policy(setup_of):
     agent, datamodule = setup_of().build()
     recorder = HookRecorder("on_validation_start")
