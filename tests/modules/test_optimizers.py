@@ -282,3 +282,15 @@ def test_optimizer_with_quantized_state_is_saved_and_continued(dtype: torch.dtyp
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
         assert second.state[other]["step"] == 6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_run_says_that_its_optimizer_is_fused(make, caplog, fused) -> None:
+    agent = make.agent()
+    agent.optimizer_factory = partial(ADAMW, fused=fused)
+    with caplog.at_level("INFO", logger="ragen_pl"):
+        agent.build_optimizer()
+    line = (
+        "optimizer: fused kernels of torch.optim.adamw.AdamW; +optimizer.fused=false takes others"
+    )
+    assert caplog.messages.count(line) == fused
