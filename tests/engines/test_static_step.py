@@ -114,6 +114,28 @@ def test_buffers_grow_with_the_sessions_and_stay_where_they_are(vlm):
     assert len(set(sizes)) == 2 and len(set(sizes[:5])) == 1
 
 
+def test_later_rollouts_read_the_window_of_the_longest_session_or_a_part_of_it(lm):
+    step = StaticStep(lm)
+    assert [step.window(slots) for slots in (600, 700, 1100)] == [768, 768, 1280]
+    assert [step.window(slots) for slots in (600, 700, 1100, 300, 10)] == [
+        640,
+        1280,
+        1280,
+        320,
+        320,
+    ]
+    limited = StaticStep(lm, anticipates=False)
+    assert [limited.window(slots) for slots in (1100, 600)] == [1280, 768]
+    engine = engine_of(lm, **STATIC)
+    long = make_request(words(lm, "me " * 300), tokens=30)
+    generate(engine, [long], keep=False)
+    held = engine.static_bytes
+    engine.sleep()
+    short = make_request(words(lm, "me"), seed=3)
+    close(*generate(engine_of(lm), [short], keep=False), *generate(engine, [short], keep=False))
+    assert engine.static_bytes == held
+
+
 def test_sampling_parameters_of_each_row(lm):
     settings = [
         {"temperature": 0.0},

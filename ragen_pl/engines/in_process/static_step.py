@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache, InPlaceLayer, SessionCache, selected
-from ragen_pl.engines.in_process.memory import FEWEST_ROWS, rounded_rows, rounded_slots
+from ragen_pl.engines.in_process.memory import (
+    FEWEST_ROWS,
+    FEWEST_SLOTS,
+    rounded_rows,
+    rounded_slots,
+)
 from ragen_pl.engines.in_process.sampling import Sampled, SamplingParameters
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.inputs import added_to_scores, run_decoder, token_inputs
@@ -103,9 +108,13 @@ class StaticCache(InPlaceCache):
         if any(rows > len(buffer) or slots > buffer.shape[2] for buffer in buffers):
             self.layers.clear()
         self._rows, self.shared_slots = rows, 0
-        self.reserve(slots)
+        super().reserve(slots)
         self.use(0)
         return self
+
+    def reserve(self, slots: int) -> None:
+        """Give buffers that grow room for this many slots, or for those of `begin`."""
+        super().reserve(max(slots, self._reserved))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -203,10 +212,13 @@ class StaticStep:
 
     Args:
         bundle: Model.
+        anticipates: Whether calls have room for the longest sessions that were seen, which then keep their graphs.
     """
 
-    def __init__(self, bundle: ModelBundle) -> None:
+    def __init__(self, bundle: ModelBundle, *, anticipates: bool = True) -> None:
         self.bundle = bundle
+        self.anticipates = anticipates
+        self.longest = 0
         self.cache = StaticCache()
         self.inputs: Inputs | None = None
         self._graphs: dict[tuple[object, ...], _Graph] = {}
@@ -231,6 +243,22 @@ class StaticStep:
         self._graphs.clear()
         self._warm.clear()
         self._memory = None
+
+    def begin(self, *, rows: int, slots: int) -> StaticCache:
+        """Return the cache without a session, with room for so many rows and slots."""
+        return self.cache.begin(rows=rows, slots=max(slots, self.longest))
+
+    def window(self, slots: int) -> int:
+        """Return how many slots a step reads where so many are needed.
+
+        They are the longest sessions' or a half, a quarter and so on of them, since each number has its graphs.
+        """
+        window = rounded_slots(slots)
+        if self.anticipates:
+            window = self.longest = max(self.longest, window)
+        while window % 128 == 0 and window // 2 >= max(slots, FEWEST_SLOTS):
+            window //= 2
+        return window
 
     def prepared(self) -> Inputs:
         """Return the inputs of a call whose prompts are computed. Graphs of tensors that have moved are dropped."""
@@ -336,7 +364,7 @@ class StaticBatch:
         # number of the request whose keys and values each row holds
         self._order = self.rows
         self._step, self._sampling, self._limit, self._keep = step, sampling, limit, keep
-        self._size, self._window = rounded_rows(count), rounded_slots(self._slots + limit)
+        self._size, self._window = rounded_rows(count), step.window(self._slots + limit)
         self._inputs = inputs = step.prepared()
         inputs.slot.fill_(self._slots)
         inputs.valid.zero_()
