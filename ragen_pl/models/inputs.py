@@ -125,14 +125,31 @@ def _as_model_reads(mask: Mask | None, bundle: ModelBundle) -> Mask | None:
     """Return a mask as the model's attention reads it: true and false, or a term of its scores."""
     if mask is None or not bundle.facts.additive_masks or bundle.facts.keeps_states:
         return mask
-    if isinstance(mask, dict):
-        return {kind: _additive(part, bundle) for kind, part in mask.items()}
-    return _additive(mask, bundle)
-
-
-def _additive(mask: Tensor, bundle: ModelBundle) -> Tensor:
     dtype = bundle.model.dtype
-    return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
+    return _by_type(mask, lambda part: _additive(part, torch.finfo(dtype).min, dtype))
+
+
+def added_to_scores(mask: Mask, bundle: ModelBundle, dtype: torch.dtype) -> Mask:
+    """Return a mask as a term of the scores, where `sdpa` would make one in each layer; other masks as they are.
+
+    Args:
+        mask: Mask of `DecoderInputs`.
+        bundle: Model.
+        dtype: Type of the queries.
+    """
+    if bundle.facts.additive_masks or bundle.token_pass is not None:
+        return mask
+    return _by_type(mask, lambda part: _additive(part, -torch.inf, dtype))
+
+
+def _by_type(mask: Mask, change: Callable[[Tensor], Tensor]) -> Mask:
+    if isinstance(mask, dict):
+        return {kind: change(part) for kind, part in mask.items()}
+    return change(mask)
+
+
+def _additive(mask: Tensor, masked: float, dtype: torch.dtype) -> Tensor:
+    return torch.where(mask, 0.0, masked).to(dtype)
 
 
 @contextmanager

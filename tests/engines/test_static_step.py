@@ -1,5 +1,7 @@
 """The step of fixed shapes, which CUDA graphs replay, without a graph: it samples what the plain path samples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,10 +9,16 @@ from family_models import MODELS, tiny
 from host_reads import HostReads
 from lake_episodes import draws_of, prompt_of, proxy_of, replay, talks_with_images, words
 from three_ways import play
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from trajectories import make_request, roll_out, starts
 
 from ragen_pl.engines.in_process.engine import TransformersEngine, static_problem
+from ragen_pl.engines.in_process.sampling import SamplingParameters
+from ragen_pl.engines.in_process.static_step import Inputs, Place, StaticStep
 from ragen_pl.engines.protocol import generate
+from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.policy import PolicyModule
 
@@ -106,6 +114,28 @@ def test_buffers_grow_with_the_sessions_and_stay_where_they_are(vlm):
     assert len(set(sizes)) == 2 and len(set(sizes[:5])) == 1
 
 
+def test_later_rollouts_read_the_window_of_the_longest_session_or_a_part_of_it(lm):
+    step = StaticStep(lm)
+    assert [step.window(slots) for slots in (600, 700, 1100)] == [768, 768, 1280]
+    assert [step.window(slots) for slots in (600, 700, 1100, 300, 10)] == [
+        640,
+        1280,
+        1280,
+        320,
+        320,
+    ]
+    limited = StaticStep(lm, anticipates=False)
+    assert [limited.window(slots) for slots in (1100, 600)] == [1280, 768]
+    engine = engine_of(lm, **STATIC)
+    long = make_request(words(lm, "me " * 300), tokens=30)
+    generate(engine, [long], keep=False)
+    held = engine.static_bytes
+    engine.sleep()
+    short = make_request(words(lm, "me"), seed=3)
+    close(*generate(engine_of(lm), [short], keep=False), *generate(engine, [short], keep=False))
+    assert engine.static_bytes == held
+
+
 def test_sampling_parameters_of_each_row(lm):
     settings = [
         {"temperature": 0.0},
@@ -163,6 +193,74 @@ def test_a_step_reads_nothing_on_the_host(lm):
         counts.append(host.count)
     assert max(len(response.ids) for response in responses) > 16
     assert counts[0] == counts[1]
+
+
+def on_a_fake_gpu(bundle):
+    """Put tensors without data in the place of a model's weights."""
+    for part in bundle.model.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                fake = torch.empty(weight.shape, dtype=weight.dtype, device="cuda")
+                part._parameters[name] = torch.nn.Parameter(fake)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+    if bundle.images is not None:
+        types = bundle.images._types
+        tables = {
+            name: torch.zeros(table.shape, dtype=table.dtype, device="cuda")
+            for name, table in types.tables.items()
+        }
+        bundle.images._types = replace(types, tables=tables)
+
+
+class HostTensors(TorchDispatchMode):
+    """Notes operations with tensors of the host, which a graph does not replay."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted, self.count = [], 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        used = [
+            each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)
+        ]
+        self.count += 1
+        if any(each.device.type == "cpu" for each in used):
+            self.noted.append(str(operation))
+        return result
+
+
+@pytest.mark.parametrize("truncation", [None, Truncation(top_p=0.9, top_k=5, min_p=0.1)])
+@pytest.mark.parametrize("name", ["lm", *MODELS])
+def test_a_graph_could_hold_all_that_a_step_does(fresh_lm, name, truncation):
+    """Tensors of a fake GPU have no values: whatever reads one fails."""
+    bundle = fresh_lm if name == "lm" else tiny(name)
+    if static_problem(bundle.facts):
+        return
+    if bundle.images is not None:
+        bundle.images.token_types(torch.zeros(1, 1, dtype=torch.int64), shown=False)
+    with FakeTensorMode(), torch.no_grad():
+        on_a_fake_gpu(bundle)
+        step = StaticStep(bundle)
+        step.cache.begin(rows=8, slots=100)
+        ids = torch.zeros(8, 5, dtype=torch.int64, device="cuda")
+        axes = bundle.facts.position_axes
+        positions = ids if axes == 1 else ids.expand(axes, 8, 5)
+        run_decoder(bundle, DecoderInputs(ids=ids, positions=positions), cache=step.cache)
+        step.inputs = inputs = Inputs.empty(8, 256, ids.device)
+        parameters = SamplingParameters(
+            uniforms=inputs.draws,
+            temperature=inputs.temperature,
+            greedy=inputs.greedy,
+            banned=torch.zeros(3, dtype=torch.int64, device="cuda"),
+            truncations=() if truncation is None else ((truncation, inputs.greedy),),
+        )
+        with HostTensors() as host:
+            sampled = step.run(Place(8, 256, inputs.slot), parameters, left=1)
+    assert host.count > 100 and not host.noted
+    assert sampled.tokens.shape == (8,) and (sampled.kept is None) == (truncation is None)
 
 
 def test_release_keeps_the_buffers_and_sleep_frees_them(vlm):

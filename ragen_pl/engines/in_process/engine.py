@@ -100,7 +100,7 @@ class TransformersEngine(InProcessRules):
         self.tokens_per_read = tokens_per_read
         self._static_wanted = problem is None if static_step is None else static_step
         self._static_everywhere = bool(static_step)
-        self._static = StaticStep(self.bundle)
+        self._static = StaticStep(self.bundle, anticipates=cache_bytes is None)
         self.version = -1
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
@@ -235,7 +235,7 @@ class TransformersEngine(InProcessRules):
         if held is not None and set(sessions) <= set(held.sessions):
             return held.select(sessions)
         if self._is_static(device):
-            cache = self._static.cache.begin(rows=len(sessions), slots=_slots(requests))
+            cache = self._static.begin(rows=len(sessions), slots=_slots(requests))
             return SessionCache.empty(sessions, device=device, cache=cache)
         return SessionCache.empty(sessions, device=device, cache=empty_cache(self.bundle))
 

@@ -22,8 +22,8 @@ DROP_BELOW = 0.75
 """Finished rows are dropped when the share of unfinished rows falls below this."""
 FEWEST_ROWS = 8
 """Rows below which a static step takes as long with fewer."""
-# least number of slots by which those of a static step grow
-_SLOTS = 256
+FEWEST_SLOTS = 256
+"""Slots that a static step reads at least, and by which they grow at least."""
 # log-probs and probabilities of a token, and their sums in float64
 _TOKEN_BYTES = 4 + 4 + 8
 
@@ -46,7 +46,7 @@ def rounded_slots(slots: int) -> int:
         >>> [rounded_slots(slots) for slots in (10, 600, 2100)]
         [256, 768, 2560]
     """
-    step = max(_SLOTS, (1 << (slots.bit_length() - 1)) // 4)
+    step = max(FEWEST_SLOTS, (1 << (slots.bit_length() - 1)) // 4)
     return -(-slots // step) * step
 
 

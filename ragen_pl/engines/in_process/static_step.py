@@ -20,16 +20,21 @@ import torch
 from torch import Tensor
 
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache, InPlaceLayer, SessionCache, selected
-from ragen_pl.engines.in_process.memory import FEWEST_ROWS, rounded_rows, rounded_slots
+from ragen_pl.engines.in_process.memory import (
+    FEWEST_ROWS,
+    FEWEST_SLOTS,
+    rounded_rows,
+    rounded_slots,
+)
 from ragen_pl.engines.in_process.sampling import Sampled, SamplingParameters
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.inputs import run_decoder, token_inputs
+from ragen_pl.models.inputs import added_to_scores, run_decoder, token_inputs
 
 # tokens that may still be sampled, below which a graph is not worth its capture of one to two plain steps
 _CAPTURE_FROM = 8
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a step writes and what it reads."""
 
     rows: int
@@ -48,7 +53,7 @@ class StaticLayer(InPlaceLayer):
         super().__init__()
         self.rows = 0
 
-    def write(self, key_states: Tensor, value_states: Tensor, at: _Place) -> tuple[Tensor, Tensor]:
+    def write(self, key_states: Tensor, value_states: Tensor, at: Place) -> tuple[Tensor, Tensor]:
         """Write one token of each row, and return views of the window's slots."""
         views = []
         for buffer, states in ((self.key_buffer, key_states), (self.value_buffer, value_states)):
@@ -95,7 +100,7 @@ class StaticCache(InPlaceCache):
     def __init__(self) -> None:
         super().__init__()
         self._rows = 0
-        self._place: _Place | None = None
+        self._place: Place | None = None
 
     def begin(self, *, rows: int, slots: int) -> StaticCache:
         """Forget what is held, and return the cache with room for so many rows and slots."""
@@ -103,9 +108,13 @@ class StaticCache(InPlaceCache):
         if any(rows > len(buffer) or slots > buffer.shape[2] for buffer in buffers):
             self.layers.clear()
         self._rows, self.shared_slots = rows, 0
-        self.reserve(slots)
+        super().reserve(slots)
         self.use(0)
         return self
+
+    def reserve(self, slots: int) -> None:
+        """Give buffers that grow room for this many slots, or for those of `begin`."""
+        super().reserve(max(slots, self._reserved))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -118,7 +127,7 @@ class StaticCache(InPlaceCache):
         return super().update(key_states, value_states, layer_idx)
 
     @contextmanager
-    def step(self, place: _Place) -> Iterator[None]:
+    def step(self, place: Place) -> Iterator[None]:
         """Write one token of each row at a place."""
         self._place = place
         try:
@@ -134,6 +143,11 @@ class StaticCache(InPlaceCache):
         for layer in self._static_layers:
             layer.take(rows, slots)
         return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of keys and values."""
+        return self.buffers()[0].dtype
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers of all layers."""
@@ -151,7 +165,7 @@ class StaticCache(InPlaceCache):
 
 
 @dataclass(slots=True)
-class _Inputs:
+class Inputs:
     """Tensors that the step reads and changes, each with as many rows as the cache's buffers."""
 
     tokens: Tensor
@@ -172,7 +186,8 @@ class _Inputs:
     """bool `[rows]` for each truncation of a call."""
 
     @classmethod
-    def empty(cls, rows: int, slots: int, device: torch.device) -> _Inputs:
+    def empty(cls, rows: int, slots: int, device: torch.device) -> Inputs:
+        """Return inputs of rows that nothing was said of."""
         return cls(
             tokens=torch.zeros(rows, dtype=torch.int64, device=device),
             positions=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -197,12 +212,15 @@ class StaticStep:
 
     Args:
         bundle: Model.
+        anticipates: Whether calls have room for the longest sessions that were seen, which then keep their graphs.
     """
 
-    def __init__(self, bundle: ModelBundle) -> None:
+    def __init__(self, bundle: ModelBundle, *, anticipates: bool = True) -> None:
         self.bundle = bundle
+        self.anticipates = anticipates
+        self.longest = 0
         self.cache = StaticCache()
-        self.inputs: _Inputs | None = None
+        self.inputs: Inputs | None = None
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         # kinds of steps whose kernels have run before
         self._warm: set[tuple[object, ...]] = set()
@@ -226,7 +244,23 @@ class StaticStep:
         self._warm.clear()
         self._memory = None
 
-    def prepared(self) -> _Inputs:
+    def begin(self, *, rows: int, slots: int) -> StaticCache:
+        """Return the cache without a session, with room for so many rows and slots."""
+        return self.cache.begin(rows=rows, slots=max(slots, self.longest))
+
+    def window(self, slots: int) -> int:
+        """Return how many slots a step reads where so many are needed.
+
+        They are the longest sessions' or a half, a quarter and so on of them, since each number has its graphs.
+        """
+        window = rounded_slots(slots)
+        if self.anticipates:
+            window = self.longest = max(self.longest, window)
+        while window % 128 == 0 and window // 2 >= max(slots, FEWEST_SLOTS):
+            window //= 2
+        return window
+
+    def prepared(self) -> Inputs:
         """Return the inputs of a call whose prompts are computed. Graphs of tensors that have moved are dropped."""
         model, buffers = self.bundle.model, self.cache.buffers()
         read = chain(model.parameters(), model.buffers(), buffers)
@@ -236,10 +270,10 @@ class StaticStep:
             self._addresses, self.inputs = addresses, None
         if self.inputs is None:
             rows, _, slots, _ = buffers[0].shape
-            self.inputs = _Inputs.empty(rows, slots, buffers[0].device)
+            self.inputs = Inputs.empty(rows, slots, buffers[0].device)
         return self.inputs
 
-    def run(self, place: _Place, parameters: SamplingParameters, *, left: int) -> Sampled:
+    def run(self, place: Place, parameters: SamplingParameters, *, left: int) -> Sampled:
         """Feed the last tokens to the model and sample the next ones.
 
         Args:
@@ -266,7 +300,7 @@ class StaticStep:
         # the next replay writes over them
         return sampled.each(torch.clone)
 
-    def _captured(self, place: _Place, parameters: SamplingParameters) -> _Graph:
+    def _captured(self, place: Place, parameters: SamplingParameters) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         if self._memory is None:
             # graphs run one after the other, and what they leave is copied
@@ -285,12 +319,14 @@ class StaticStep:
             ) from error
         return _Graph(graph, sampled)
 
-    def _step(self, place: _Place, parameters: SamplingParameters) -> Sampled:
+    def _step(self, place: Place, parameters: SamplingParameters) -> Sampled:
         inputs, rows = self.inputs, place.rows
         assert inputs is not None
         tokens, positions = inputs.tokens[:rows], inputs.positions[:rows]
         valid = inputs.valid[:rows, : place.window].index_fill_(1, inputs.slot, True)
         fed = token_inputs(self.bundle, tokens, positions=positions, valid=valid)
+        assert fed.mask is not None
+        fed.mask = added_to_scores(fed.mask, self.bundle, self.cache.dtype)
         with self.cache.step(place):
             states = run_decoder(
                 self.bundle, fed, cache=self.cache, shared_slots=self.cache.shared_slots
@@ -328,7 +364,7 @@ class StaticBatch:
         # number of the request whose keys and values each row holds
         self._order = self.rows
         self._step, self._sampling, self._limit, self._keep = step, sampling, limit, keep
-        self._size, self._window = rounded_rows(count), rounded_slots(self._slots + limit)
+        self._size, self._window = rounded_rows(count), step.window(self._slots + limit)
         self._inputs = inputs = step.prepared()
         inputs.slot.fill_(self._slots)
         inputs.valid.zero_()
@@ -349,7 +385,7 @@ class StaticBatch:
         """Sample the next tokens; see `Batch`."""
         count = len(self.rows)
         self._inputs.draws[:count] = self._sampling.uniforms[:, step]
-        place = _Place(self._size, self._window, self._inputs.slot)
+        place = Place(self._size, self._window, self._inputs.slot)
         sampled = self._step.run(place, self._parameters, left=self._limit - step)
         self._slots += 1
         return sampled.each(lambda tensor: tensor[:count])
