@@ -34,7 +34,7 @@ _ARGUMENTS = inspect.signature(varlen_attn).parameters
 # that of torch 2.10 takes no scale
 _VARLEN_TAKES_SCALE = "scale" in _ARGUMENTS
 # older ones take fewer heads of keys without being told
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in _ARGUMENTS else {}
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _ARGUMENTS else {}
 # of the kernels: the largest head, and what its size is a multiple of
 _LARGEST_HEAD, _HEAD_STEP = 256, 8
 _TYPES = (torch.bfloat16, torch.float16)
@@ -250,9 +250,13 @@ def _by_length(
     outputs = []
     for length, *of_length in zip(starts, *(part.split(sizes) for part in parts), strict=True):
         # [sequences, heads, length, width]
-        rows = [part.unflatten(0, (-1, length)).transpose(1, 2) for part in of_length]
+        queries, keys, values = (
+            part.unflatten(0, (-1, length)).transpose(1, 2) for part in of_length
+        )
         output = functional.scaled_dot_product_attention(
-            *rows,
+            queries,
+            keys,
+            values,
             scale=scale,
             is_causal=is_causal,
             enable_gqa=query.shape[1] != key.shape[1],

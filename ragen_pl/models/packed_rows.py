@@ -75,7 +75,7 @@ def packed_states(bundle: ModelBundle, inputs: DecoderInputs, lengths: Tensor) -
 @torch.no_grad()
 def _keeps_apart(bundle: ModelBundle, device: torch.device) -> bool:
     """Return whether the states of a row stay the same, to the bit, if the row before it changes."""
-    used = torch.tensor([token for token in bundle.token_ids if token != bundle.image_token_id])
+    used = torch.tensor([each for each in bundle.token_ids if each not in bundle.special_tokens])
     row = used[torch.arange(6) % len(used)]
     lengths = torch.tensor([6, 6], device=device)
     states = [

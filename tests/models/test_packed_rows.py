@@ -76,8 +76,10 @@ def test_other_families_stay_padded_and_refuse(name: str) -> None:
 def test_rows_that_mix_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a family's layers do not hand the bounds to attention."""
 
-    def mixing(module: Any, *arguments: Any, cu_seq_lens_q: Any = None, **others: Any) -> Any:
-        return attention.causal_attention(module, *arguments[:3], None, scaling=others["scaling"])
+    def mixing(module: Any, query: Any, key: Any, value: Any, _: Any, **others: Any) -> Any:
+        return attention.causal_attention(
+            module, query, key, value, None, scaling=others["scaling"]
+        )
 
     bundle = tiny("llama3_2")
     attention.pack_rows(bundle.model.config)
