@@ -46,6 +46,8 @@ class UpdateSettings:
             memory, a third slower.
         share_prefix: compute the text that all samples of a forward pass begin with once, such as a system prompt; not
             with gradient checkpointing, sharded weights or sliding windows.
+        packed: compute the samples of a forward pass one after the other without padding, where that is exact; None: on
+            a GPU in 16 bits. Not with sharded weights, sliding windows, states of layers or images read both ways.
         freeze_vision: leave the image encoder as it is after the warm start, so that an image is encoded once.
         tokens_per_forward: positions of a forward pass that scores an iteration before its update, padding included.
         scoring: when the policy scores an iteration before its update: `needed` if credit or loss read the scores, that
@@ -63,6 +65,7 @@ class UpdateSettings:
     length_buckets: Count = 6
     gradient_checkpointing: bool = False
     share_prefix: bool = True
+    packed: bool | None = None
     freeze_vision: bool = False
     tokens_per_forward: Count = 16_384
     scoring: Literal["needed", "always"] = "needed"

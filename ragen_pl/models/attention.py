@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,19 @@ if TYPE_CHECKING:
 PACKED = "packed_flash"
 """Name in transformers' registry. A digit in it would be the version of a package that transformers then imports."""
 
+PACKED_ROWS = "packed_rows_sdpa"
+"""Name of `causal_attention`, whose masks are those of `sdpa`."""
+
+# arguments of layers that attend otherwise than to all that precedes
+_NOT_PACKED = ("sliding_window", "softcap", "s_aux", "position_bias")
 _ARGUMENTS = inspect.signature(varlen_attn).parameters
 # that of torch 2.10 takes no scale
 _VARLEN_TAKES_SCALE = "scale" in _ARGUMENTS
 # older ones take fewer heads of keys without being told
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in _ARGUMENTS else {}
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _ARGUMENTS else {}
 # of the kernels: the largest head, and what its size is a multiple of
 _LARGEST_HEAD, _HEAD_STEP = 256, 8
+_TYPES = (torch.bfloat16, torch.float16)
 
 
 def pack_images(model: PreTrainedModel) -> bool:
@@ -66,6 +72,67 @@ def pack_images(model: PreTrainedModel) -> bool:
     # transformers' setter would look for a package of this name
     config._attn_implementation = PACKED
     return True
+
+
+def pack_rows(config: PretrainedConfig) -> None:
+    """Let a decoder attend by `causal_attention`, which is `sdpa` in passes without bounds.
+
+    Args:
+        config: The decoder's config, changed in place for good: gradient checkpointing calls its layers again later.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if config._attn_implementation == "sdpa":
+        ALL_ATTENTION_FUNCTIONS.register(PACKED_ROWS, causal_attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED_ROWS, sdpa_mask)
+        config._attn_implementation = PACKED_ROWS
+
+
+def causal_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Attend inside each of several rows to what precedes; without bounds, as transformers' `sdpa`.
+
+    Args:
+        module: Module that attends.
+        query: `[rows, heads, time, width]`, with bounds of one row.
+        key: `[rows, key heads, slots, width]`.
+        value: `[rows, key heads, slots, width]`.
+        attention_mask: Mask, not read with bounds.
+        cu_seq_lens_q: int32 `[sequences + 1]`, bounds of the sequences; see `packed_attention`.
+        settings: Other arguments of `packed_attention` or of `sdpa`.
+
+    Raises:
+        ValueError: The layer attends in a way that bounds leave out.
+    """
+    if cu_seq_lens_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        output: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **settings
+        )
+        return output
+    if other := [name for name in _NOT_PACKED if settings.get(name) is not None]:
+        raise ValueError(
+            f"update.packed: a layer of this family attends with {other[0]}, which packed rows leave out; set "
+            "update.packed=false"
+        )
+    return packed_attention(
+        module,
+        query,
+        key,
+        value,
+        cu_seq_lens_q=cu_seq_lens_q,
+        **settings | {"is_causal": True},
+    )
 
 
 def packed_attention(
@@ -123,6 +190,13 @@ def packed_attention(
     return _by_length(query, key, value, lengths, scale=scaling, is_causal=is_causal)[None], None
 
 
+def runs_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether tensors of this type are attended to by one kernel on this device."""
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    return _has_kernels(device) and _VARLEN_TAKES_SCALE and dtype in _TYPES
+
+
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -132,7 +206,7 @@ def _takes_varlen(query: Tensor, *, on_gpu: bool) -> bool:
     return (
         on_gpu
         and _VARLEN_TAKES_SCALE
-        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype in _TYPES
         and query.shape[-1] <= _LARGEST_HEAD
         and query.shape[-1] % _HEAD_STEP == 0
     )
@@ -176,9 +250,13 @@ def _by_length(
     outputs = []
     for length, *of_length in zip(starts, *(part.split(sizes) for part in parts), strict=True):
         # [sequences, heads, length, width]
-        rows = [part.unflatten(0, (-1, length)).transpose(1, 2) for part in of_length]
+        queries, keys, values = (
+            part.unflatten(0, (-1, length)).transpose(1, 2) for part in of_length
+        )
         output = functional.scaled_dot_product_attention(
-            *rows,
+            queries,
+            keys,
+            values,
             scale=scale,
             is_causal=is_causal,
             enable_gqa=query.shape[1] != key.shape[1],

@@ -45,6 +45,9 @@ class ModelBundle:
             `ragen_pl.models.small_vlm.token_pass.last_states`; None for the model's own.
         shares_prefix: Whether passes over whole sequences compute the prefix that all rows begin with once; see
             `ragen_pl.models.shared_prefix`.
+        packs_rows: Whether whole sequences are computed without padding where that is exact, see
+            `ragen_pl.models.packed_rows`; None for a GPU in 16 bits only.
+        keeps_rows_apart: Whether the model was seen to keep packed rows apart; None before the first use.
     """
 
     model: PreTrainedModel
@@ -55,6 +58,8 @@ class ModelBundle:
     calls_tools: bool = False
     token_pass: Callable[..., Tensor] | None = None
     shares_prefix: bool = True
+    packs_rows: bool | None = None
+    keeps_rows_apart: bool | None = field(default=None, repr=False, compare=False)
     _logit_scale: LogitScale = field(init=False, repr=False)
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
@@ -83,6 +88,7 @@ class ModelBundle:
             self.calls_tools,
             self.token_pass,
             self.shares_prefix,
+            self.packs_rows,
         )
         if self.images is not None and other.images is not None:
             other.images.share(self.images)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ragen_pl.models.attention import PACKED_ROWS
 from ragen_pl.models.logit_scale import LogitScale
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 # layers with keys and values of every token
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
+# implementations that take any mask
+_MASKED = ("eager", "sdpa", PACKED_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,8 @@ class ModelFacts:
     """Whether the model takes encoded images."""
     reads_end: bool = False
     """Whether the decoder computes only the states from a position `first_read` on, if asked to: it cuts its mask."""
+    hands_on: bool = False
+    """Whether the forward without the head takes arguments that it does not name, and hands them to its layers."""
     keeps_logits: bool = False
     """Whether the model's forward computes the logits of the last tokens only, if asked to."""
     vision_arguments: frozenset[str] = frozenset()
@@ -90,6 +95,17 @@ class ModelFacts:
         )
 
     @property
+    def reads_all_before(self) -> bool:
+        """Whether layers read the keys and values of all earlier tokens, and nothing else of them or of later ones."""
+        return (
+            self.custom_masks
+            and self.sliding_window is None
+            and (self.layer_types is None or self.layer_types == {"full_attention"})
+            and not self.bidirectional_layers
+            and not self.attends_both_ways
+        )
+
+    @property
     def plain_positions(self) -> bool:
         """Whether leaving tokens out keeps a sequence valid: positions are counted and all attention is causal."""
         return self.position_axes == 1 and not self.bidirectional_layers
@@ -115,8 +131,8 @@ class ModelFacts:
             image_token_id=getattr(config, "image_token_id", None),
             logit_scale=logit_scale or LogitScale.of(model, base),
             additive_masks=attention == "eager",
-            custom_masks=attention in ("eager", "sdpa"),
-            masks_by_function=attention in ("eager", "sdpa", "flex_attention"),
+            custom_masks=attention in _MASKED,
+            masks_by_function=attention in (*_MASKED, "flex_attention"),
             layer_types=None if layer_types is None else frozenset(layer_types),
             sliding_window=getattr(text, "sliding_window", None),
             position_axes=_position_axes(text) if position_arguments else 1,
@@ -126,7 +142,11 @@ class ModelFacts:
             bidirectional_layers=_bidirectional_layers(model, text),
             attends_both_ways=getattr(text, "use_bidirectional_attention", None) is True,
             takes_features="mm_encoder_outputs" in arguments,
-            reads_end="first_read" in arguments and attention in ("eager", "sdpa"),
+            reads_end="first_read" in arguments and attention in _MASKED,
+            hands_on=any(
+                each.kind is each.VAR_KEYWORD
+                for each in inspect.signature(base.forward).parameters.values()
+            ),
             keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
             vision_arguments=_arguments(encode),
             has_experts=any(hasattr(part, "num_experts") for part in model.modules()),

@@ -41,6 +41,10 @@ class DecoderInputs:
     For models that keep states, bool `[rows, slots]`, False on padding. None leaves it to the model, for sequences
     without padding on the left.
     """
+    bounds: Tensor | None = None
+    """int32 `[sequences + 1]`, bounds of sequences that lie one after the other in one row; None for one a row."""
+    longest: int = 0
+    """Length of the longest of them."""
 
     def rows(self, part: slice, *, image_token_id: int | None) -> DecoderInputs:
         """Return the inputs of some rows."""
@@ -92,9 +96,15 @@ def run_decoder(
         if features is not None:
             arguments["mm_encoder_outputs"] = bundle.images.outputs(features)
     arguments[facts.cache_argument] = cache
+    mask = _as_model_reads(inputs.mask, bundle)
+    if inputs.bounds is not None:
+        arguments |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), inputs.bounds)
+        arguments |= dict.fromkeys(("max_length_q", "max_length_k"), inputs.longest)
+        # given and not read, or the model would make one of time x time
+        mask = inputs.ids.new_empty((1, 1, 0, 0), dtype=torch.bool)
     states = bundle.backbone(
         input_ids=inputs.ids,
-        attention_mask=_as_model_reads(inputs.mask, bundle),
+        attention_mask=mask,
         position_ids=inputs.positions,
         use_cache=cache is not None,
         **arguments,
@@ -226,6 +236,13 @@ def whole_inputs(
     features = images.features.select(images.place[shown_images].tolist(), shown)
     positions = None if bundle.facts.position_axes == 1 else _rope_positions(bundle, ids, features)
     return DecoderInputs(ids=ids, features=features, positions=positions)
+
+
+def counted_positions(bundle: ModelBundle, ids: Tensor) -> Tensor:
+    """Return positions counted from 0 in each row, int64 `[rows, time]` or `[axes, rows, time]`."""
+    counted = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    axes = bundle.facts.position_axes
+    return counted if axes == 1 else counted.expand(axes, *ids.shape)
 
 
 def _rope_positions(

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.inputs import DecoderInputs, run_decoder
+from ragen_pl.models.inputs import DecoderInputs, counted_positions, run_decoder
 
 # positions that are worth the second pass, whose kernels a GPU has to launch
 _SAVED_ON_CPU, _SAVED = 256, 4096
@@ -31,13 +30,11 @@ def states_of_rows(bundle: ModelBundle, inputs: DecoderInputs, *, first: int) ->
         first: First position whose state is read.
     """
     ids, positions = inputs.ids, inputs.positions
-    shared = _shared_length(bundle, ids[:, :first]) if _can_share(bundle) else 0
-    if not _is_worth(shared, ids):
+    shared = shared_positions(bundle, ids, first=first)
+    if not shared:
         return run_decoder(bundle, inputs, first=first)
     if positions is None:
-        counted = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        axes = bundle.facts.position_axes
-        positions = counted if axes == 1 else counted.expand(axes, *ids.shape)
+        positions = counted_positions(bundle, ids)
     cache = DynamicCache()
     prefix = DecoderInputs(ids=ids[:1, :shared], positions=positions[..., :1, :shared])
     run_decoder(bundle, prefix, cache=cache, first=shared - 1)
@@ -49,6 +46,18 @@ def states_of_rows(bundle: ModelBundle, inputs: DecoderInputs, *, first: int) ->
         ids=ids[:, shared:], features=inputs.features, positions=positions[..., shared:]
     )
     return run_decoder(bundle, rest, cache=cache, first=first - shared)
+
+
+def shared_positions(bundle: ModelBundle, ids: Tensor, *, first: int) -> int:
+    """Return the number of positions of whole sequences that are computed once, 0 for none.
+
+    Args:
+        bundle: Model.
+        ids: int64 `[rows, time]`.
+        first: First position whose state is read.
+    """
+    shared = _shared_length(bundle, ids[:, :first]) if _can_share(bundle) else 0
+    return shared if _is_worth(shared, ids) else 0
 
 
 def _shared_length(bundle: ModelBundle, ids: Tensor) -> int:
@@ -70,13 +79,4 @@ def _is_worth(shared: int, ids: Tensor) -> bool:
 
 def _can_share(bundle: ModelBundle) -> bool:
     """Return whether layers read nothing of earlier tokens but keys and values, those of all, and may share them."""
-    facts = bundle.facts
-    return (
-        bundle.shares_prefix
-        and facts.custom_masks
-        and facts.sliding_window is None
-        and (facts.layer_types is None or facts.layer_types == {"full_attention"})
-        and not facts.bidirectional_layers
-        and not facts.attends_both_ways
-        and not bundle.checkpoints_layers
-    )
+    return bundle.shares_prefix and bundle.facts.reads_all_before and not bundle.checkpoints_layers

@@ -25,7 +25,8 @@ from ragen_pl.models.inputs import (
     run_decoder,
     whole_inputs,
 )
-from ragen_pl.models.shared_prefix import states_of_rows
+from ragen_pl.models.packed_rows import packed_states, packs
+from ragen_pl.models.shared_prefix import shared_positions, states_of_rows
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.modules.sharding import is_sharded
 
@@ -119,14 +120,25 @@ def sampled_states(
     """
     shared = shared_images(bundle, samples, images, microbatches)
     # ranks with sharded weights wait for each other in every pass, and their samples may begin with other texts
-    states_of = run_decoder if is_sharded(bundle.first_layer) else states_of_rows
+    sharded = is_sharded(bundle.first_layer)
+    states_of = run_decoder if sharded else states_of_rows
     for rows in microbatches:
         inputs = sample_inputs(bundle, samples, shared, rows)
         sampled = samples.turn[rows, : inputs.ids.shape[1]] >= 0
         at, columns = sampled.nonzero(as_tuple=True)
         first = int(columns.min()) - 1 if len(columns) else 0
-        hidden = states_of(bundle, inputs, first=first)
-        yield SampledStates(rows.to(at.device)[at], columns, hidden[at, columns - 1 - first])
+        before = columns - 1
+        if (
+            not sharded
+            and packs(bundle, inputs.ids.device)
+            and not shared_positions(bundle, inputs.ids, first=first)
+        ):
+            lengths = samples.length[rows].to(at.device)
+            starts = lengths.cumsum(0) - lengths
+            hidden = packed_states(bundle, inputs, lengths)[starts[at] + before]
+        else:
+            hidden = states_of(bundle, inputs, first=first)[at, before - first]
+        yield SampledStates(rows.to(at.device)[at], columns, hidden)
 
 
 class Head(Protocol):

@@ -18,6 +18,7 @@ from ragen_pl.data.loader import whole_minibatch
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.adapters import adapter_weights
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
+from ragen_pl.models.packed_rows import can_pack
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.models.vision_parts import vision_weights
 from ragen_pl.modules.empty_steps import LeavesEmptySteps
@@ -85,6 +86,12 @@ class PolicyModule(LeavesEmptySteps):
             bundle.checkpoint_layers()
         if not update.share_prefix:
             bundle.shares_prefix = False
+        bundle.packs_rows = update.packed
+        if update.packed and not can_pack(bundle):
+            raise ValueError(
+                f"update.packed=true: the bounds of rows are not all that attention in {bundle.facts.family} needs, as "
+                "it is loaded; set null or false"
+            )
         self.bundle = bundle
         self.model = bundle.model
         self.optimizer_factory = optimizer

@@ -183,6 +183,7 @@ def build_critic(
     backbone = build_critic_model(cfg, bundle, build=build) if kind == "own" else None
     if backbone is not None:
         backbone.shares_prefix = cfg["update"].share_prefix
+        backbone.packs_rows = cfg["update"].packed
     with seeded(cfg.seed, "critic"):
         return CriticModule(
             (backbone or bundle).hidden_size,

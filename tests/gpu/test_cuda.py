@@ -23,6 +23,8 @@ from ragen_pl.memory.plan import plan_memory
 from ragen_pl.memory.workload import workload_of
 from ragen_pl.models import attention
 from ragen_pl.models.build import build_small_lm
+from ragen_pl.models.inputs import DecoderInputs, run_decoder
+from ragen_pl.models.packed_rows import packed_states, packs
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
@@ -172,6 +174,27 @@ def test_graphs_under_autocast_are_of_one_call():
         with torch.no_grad():
             for weight in bundle.model.parameters():
                 weight.mul_(1.01)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_2", "qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_packed_rows_are_as_near_to_float32_as_padded_rows(name):
+    bundle = tiny(name)
+    lengths = torch.tensor([40, 7, 23], device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 60, (3, 40), generator=generator)
+    ids[ids == bundle.image_token_id] = 7
+    inputs = DecoderInputs(ids=ids.to(DEVICE))
+    kept = torch.arange(40, device=DEVICE) < lengths[:, None]
+    bundle.model.to(DEVICE, torch.bfloat16)
+    device = inputs.ids.device
+    assert packs(bundle, device)
+    packed = packed_states(bundle, inputs, lengths).float()
+    padded = run_decoder(bundle, inputs)[kept].float()
+    bundle.model.float()
+    assert not packs(bundle, device)
+    exact = run_decoder(bundle, inputs)[kept]
+    errors = [float((each - exact).norm() / exact.norm()) for each in (packed, padded)]
+    assert errors[0] < 1.5 * errors[1] + 1e-3
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -110,8 +110,10 @@ def segments(lengths: list[int]) -> tuple[Tensor, list[Tensor]]:
 def each_alone(tensors: list[Tensor], lengths: list[int], *, causal: bool) -> Tensor:
     parts = zip(*(each.split(lengths, dim=2) for each in tensors), strict=True)
     outputs = [
-        functional.scaled_dot_product_attention(*part, is_causal=causal, enable_gqa=True, scale=0.3)
-        for part in parts
+        functional.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, enable_gqa=True, scale=0.3
+        )
+        for query, key, value in parts
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -121,8 +123,9 @@ def each_alone(tensors: list[Tensor], lengths: list[int], *, causal: bool) -> Te
 def test_each_sequence_attends_to_itself_only(lengths: list[int], causal: bool) -> None:
     torch.manual_seed(0)
     bounds, tensors = segments(lengths)
+    query, key, value = tensors
     output, weights = packed_attention(
-        torch.nn.Identity(), *tensors, cu_seq_lens_q=bounds, max_length_q=max(lengths), scaling=0.3,
+        torch.nn.Identity(), query, key, value, cu_seq_lens_q=bounds, max_length_q=max(lengths), scaling=0.3,
         is_causal=causal,
     )  # fmt: skip
     expected = each_alone(tensors, lengths, causal=causal)
@@ -136,9 +139,15 @@ def test_each_sequence_attends_to_itself_only(lengths: list[int], causal: bool) 
 
 
 def test_sixteen_bits_under_autocast() -> None:
-    bounds, tensors = segments([4, 6])
+    bounds, (query, key, value) = segments([4, 6])
     call: Callable[..., Any] = partial(
-        packed_attention, torch.nn.Identity(), *tensors, cu_seq_lens_q=bounds, max_length_q=6
+        packed_attention,
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        cu_seq_lens_q=bounds,
+        max_length_q=6,
     )
     assert call()[0].dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -153,8 +162,15 @@ def test_tensors_without_data_run_the_kernel_of_a_gpu(monkeypatch: pytest.Monkey
         tensors = [
             torch.empty(1, 2, 10, 80, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         ]
+        query, key, value = tensors
         output, _ = packed_attention(
-            torch.nn.Identity(), *tensors, cu_seq_lens_q=bounds, max_length_q=7, on_gpu=True
+            torch.nn.Identity(),
+            query,
+            key,
+            value,
+            cu_seq_lens_q=bounds,
+            max_length_q=7,
+            on_gpu=True,
         )
         output.sum().backward()
     assert output.shape == (1, 10, 2, 80) and output.dtype == torch.bfloat16
@@ -181,6 +197,6 @@ def test_no_package_is_looked_for_and_no_file_names_it(
 def test_attention_that_is_asked_for_is_kept(tmp_path: Path) -> None:
     tiny("qwen2_5_vl").save(tmp_path)
     for attention in ("sdpa", "eager"):
-        bundle = load_pretrained(str(tmp_path), attn_implementation=attention)  # type: ignore[arg-type]
+        bundle = load_pretrained(str(tmp_path), attn_implementation=attention)
         assert encoder_of(bundle).config._attn_implementation == attention
         assert pack_images(bundle.model) is (attention == "sdpa")
