@@ -56,6 +56,8 @@ class UpdateSettings:
             `rollout/logprob_mismatch` are those of the first minibatch; `always` for those of all.
         max_skipped_steps: steps in a row with a gradient or loss that is not finite, which end the run; 1% of the last
             1,000 do too.
+        max_mismatch: mean difference of the log-probs of engine and trainer, in nats a token, above which the run ends
+            where both compute alike: in float32 with an exact engine, such as `transformers`; None for no limit.
         logits_mib: MiB of float32 logits that the head computes at a time; it takes about four times as much.
     """
 
@@ -70,6 +72,7 @@ class UpdateSettings:
     tokens_per_forward: Count = 16_384
     scoring: Literal["needed", "always"] = "needed"
     max_skipped_steps: Count = 3
+    max_mismatch: Positive | None = 0.01
     logits_mib: Positive = 512
 
 

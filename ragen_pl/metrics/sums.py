@@ -73,8 +73,10 @@ class NamedSums(Metric):
         return self.sums.tolist() + (self.maxima.tolist() if self.maximum_names else [])
 
     def import_state(self, state: Sequence[float]) -> None:
-        """Restore the state of `export_state`."""
+        """Restore the state of `export_state`. One with other names, of another release, is left out."""
         self.reset()
+        if len(state) != len(self.names) + len(self.maximum_names):
+            return
         self._update_count = 1
         self.sums += torch.tensor(
             state[: len(self.names)], dtype=torch.float64, device=self.sums.device

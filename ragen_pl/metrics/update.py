@@ -34,6 +34,11 @@ class UpdateStatistics(NamedSums):
         return metrics
 
 
+TURNS = 8
+"""First turns of an episode, whose mismatch is measured for each."""
+_BY_TURN = range(1, TURNS + 1)
+
+
 class PreparationStatistics(NamedSums):
     """Entropy, and mismatch of trainer and behavior log-probs and of values and returns, before an update."""
 
@@ -49,12 +54,14 @@ class PreparationStatistics(NamedSums):
             "credited",
             "entropy",
             "trained",
+            *(f"{name}_turn_{turn}" for name in ("tokens", "mismatch") for turn in _BY_TURN),
         )
         super().__init__(names, maxima=("mismatch_max",))
 
     def compute(self) -> dict[str, float]:
         """Return `logprob_mismatch` (mean and max of the absolute difference, k3 KL) and `policy_entropy`.
 
+        `logprob_mismatch_turn_1` and so on are the means of the first `TURNS` turns, as far as there are such turns.
         `policy_entropy` is the trainer's own, in nats a token: some rollout engines report none. With a critic there is
         `explained_variance` too.
         """
@@ -64,6 +71,11 @@ class PreparationStatistics(NamedSums):
             "logprob_mismatch_max": total["mismatch_max"],
             "logprob_mismatch_kl": ratio(total["mismatch_kl"], total["tokens"]),
             "policy_entropy": ratio(total["entropy"], total["trained"]),
+        }
+        metrics |= {
+            f"logprob_mismatch_turn_{turn}": total[f"mismatch_turn_{turn}"] / count
+            for turn in _BY_TURN
+            if (count := total[f"tokens_turn_{turn}"])
         }
         if count := total["credited"]:
             spread = total["returns_square"] - total["returns"] ** 2 / count

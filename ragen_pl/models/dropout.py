@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,11 +38,19 @@ def switch_modules_off(model: nn.Module) -> dict[str, float]:
     found: dict[str, float] = {}
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            rate = name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
+            rate = name == "p" and isinstance(module, _DropoutNd)
             if _is_on("dropout" if rate else name, value):
                 setattr(module, name, 0.0)
                 found[f"{type(module).__name__}.{name}"] = value
     return found
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether a model with a config computes something random in train mode."""
+    config: Any = model.config
+    settings = [item for _, part in _parts(config) for item in vars(part).items()]
+    rates = [module.p for module in model.modules() if isinstance(module, _DropoutNd)]
+    return any(rate > 0 for rate in rates) or any(_is_on(name, value) for name, value in settings)
 
 
 def _parts(config: PretrainedConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

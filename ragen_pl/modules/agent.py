@@ -27,13 +27,14 @@ from ragen_pl.engines.protocol import EngineFactory, RolloutEngine, check_asynch
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
+from ragen_pl.models.dropout import has_dropout
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.guard import GuardedModule
 from ragen_pl.modules.losses import LossResult, UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.modules.preparation import add_scores, prepare_batch
+from ragen_pl.modules.preparation import add_scores, check_mismatch, prepare_batch
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.settings import IterationData, OptimizationSettings
 from ragen_pl.modules.sharding import GatheredPolicy, data_mesh, is_sharded, load_engine
@@ -95,6 +96,8 @@ class AgentModule(GuardedModule):
         self.critic_learning_rate = critic_learning_rate
         self.tokens_per_forward = update.tokens_per_forward
         self.always_score = update.scoring == "always"
+        self.max_mismatch = update.max_mismatch
+        self._mismatch_is_rounding = False  # of the present samples
         self._adds_scores = False  # in the first optimizer step: by the weights that sampled
         self.truncation = truncation
         self.statistics = UpdateStatistics()
@@ -256,6 +259,10 @@ class AgentModule(GuardedModule):
                 always_score=self.always_score,
             )
         self._adds_scores = not self.preparation.update_called
+        # a minibatch of the update is scored in train mode
+        same_mode = not (self._adds_scores and has_dropout(self.policy.bundle.model))
+        exact = self._engine is not None and self._engine.exact and self.computes_in_float32
+        self._mismatch_is_rounding = exact and same_mode and not stale
         return move_data_to_device(batch, torch.device("cpu"))
 
     # ---- update phase
@@ -328,7 +335,10 @@ class AgentModule(GuardedModule):
         steps = datamodule.update.epochs * datamodule.update.minibatches
         steps -= min(self.empty_steps.values(), default=0)
         metrics = _prefixed("rollout/", datamodule.metrics)
-        metrics |= _prefixed("rollout/", self.preparation.compute())
+        prepared = self.preparation.compute()
+        if self.max_mismatch is not None and self._mismatch_is_rounding:
+            check_mismatch(prepared, limit=self.max_mismatch)
+        metrics |= _prefixed("rollout/", prepared)
         metrics |= _prefixed("update/", self.statistics.metrics(steps=steps))
         metrics |= _prefixed("update/", self.step_metrics())
         if self.importance is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,7 +17,7 @@ from ragen_pl.distributed import rank, sum_over_ranks
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.finite import class_path, require_finite
 from ragen_pl.metrics.importance import ImportanceStatistics
-from ragen_pl.metrics.update import PreparationStatistics
+from ragen_pl.metrics.update import TURNS, PreparationStatistics
 from ragen_pl.models.truncation import KeptIds
 from ragen_pl.modules.credit import assign_credit, kl_penalty, write_credit
 from ragen_pl.modules.masking import (
@@ -243,6 +246,12 @@ def add_scores(statistics: PreparationStatistics, samples: Samples, scores: Toke
     delta = (scores.logprobs.detach() - samples.behavior_logprobs)[sampled].double()
     returns = samples.returns[compared].double()
     errors = (samples.returns - samples.values)[compared].double()
+    # on a GPU, sums by index depend on the order of threads
+    turn, size = samples.turn[sampled].clamp(max=TURNS).cpu(), TURNS + 1
+    by_turn = {
+        "tokens": torch.bincount(turn, minlength=size).tolist(),
+        "mismatch": torch.bincount(turn, weights=delta.abs().cpu(), minlength=size).tolist(),
+    }
     entropies = scores.entropy.detach()[samples.loss_mask].double()
     statistics.update(
         {
@@ -257,5 +266,33 @@ def add_scores(statistics: PreparationStatistics, samples: Samples, scores: Toke
             "errors_square": errors.square().sum(),
             "entropy": entropies.sum(),
             "trained": len(entropies),
+            **{
+                f"{name}_turn_{turn + 1}": values[turn]
+                for name, values in by_turn.items()
+                for turn in range(TURNS)
+            },
         }
+    )
+
+
+def check_mismatch(metrics: Mapping[str, float], *, limit: float) -> None:
+    """Check that an exact engine and the trainer give the sampled tokens equal log-probs, but for rounding.
+
+    Args:
+        metrics: Of `PreparationStatistics`.
+        limit: Largest mean difference in nats a token.
+
+    Raises:
+        RolloutError: The difference is larger.
+    """
+    found, name = metrics["logprob_mismatch"], "logprob_mismatch_turn_"
+    if found <= limit or math.isnan(found):
+        return
+    turns = {key.removeprefix(name): value for key, value in metrics.items() if name in key}
+    by_turn = ", ".join(f"turn {turn}: {value:.3g}" for turn, value in turns.items())
+    raise RolloutError(
+        f"update.max_mismatch={limit:g}: the engine's log-probs of the sampled tokens differ by {found:.3g} nats a "
+        f"token from the trainer's ({by_turn or 'late turns'}), which in float32 is no rounding: it has sampled with "
+        "other weights or other inputs than are trained; set another rollout/engine, or update.max_mismatch=null to "
+        "train on anyway"
     )

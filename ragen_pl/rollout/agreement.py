@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ragen_pl.distributed import all_ranks_do, rank, values_of, world_size
 from ragen_pl.engines.errors import RolloutError
@@ -30,6 +31,7 @@ from ragen_pl.engines.protocol import (
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.inputs import run_decoder, whole_inputs
 from ragen_pl.models.truncation import Truncation
+from ragen_pl.models.vision_parts import vision_weights
 from ragen_pl.prompts.check_conversations import CheckedResponse, converse
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.seeding import seeded
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 # nats: the largest difference of a token in float32, and the mean difference in types of 16 bits
 _LARGEST, _MEAN = 1e-3, 0.05
+# weights of the decoder whose gradients are computed: the first ones that are no tables of embeddings
+_WEIGHTS, _LARGEST_WEIGHT = 8, 2**24
 # key and remedy by what differs
 _BLAMED = {
     "rollout engine": (
@@ -68,6 +72,8 @@ class _Scores:
     """By the trainer."""
     eval: dict[int, np.ndarray]
     """By the trainer in eval mode, of some responses."""
+    reads_image: dict[str, bool]
+    """Whether log-probs, and gradients where they are computed, of a response change with its image."""
     rounded: bool
     """Whether autocast rounds in forward passes."""
 
@@ -182,6 +188,7 @@ def _compare(
                 own={n: _own_logprobs(bundle, each) for n, each in enumerate(responses)},
                 train=_trainer_logprobs(bundle, responses, [long, short], train=True),
                 eval=_trainer_logprobs(bundle, responses, [short], train=False),
+                reads_image=_reads_image(bundle, [responses[number] for number in order]),
             )
 
     # no inference mode, in which sharded weights can't be gathered
@@ -239,6 +246,12 @@ def _largest_difference(
                 f"{key}: log-probs of the {name} differ by {found:.3g} nats from those of {other}, "
                 f"expected at most {limit:g}; {remedy.format(family=family)}"
             )
+    for name, changes in scores.reads_image.items():
+        if not changes:
+            raise ValueError(
+                f"model.build: {name} of a response stay the same where its image is black instead: what this family "
+                f"({family}) is shown does not reach what is trained; choose another model, and report this one"
+            )
     return largest
 
 
@@ -271,7 +284,7 @@ def check_engine(
                 ) from error
 
 
-def _logprobs(bundle: ModelBundle, logits: Tensor, response: CheckedResponse) -> np.ndarray:
+def _logprobs(bundle: ModelBundle, logits: Tensor, response: CheckedResponse) -> Tensor:
     """Return the log-probs of a response's tokens, `[response]`, from the logits that predict them."""
     log_probs = log_distribution(logits, banned=bundle.banned(logits.device))
     tokens = torch.from_numpy(response.ids).to(logits.device)
@@ -279,8 +292,7 @@ def _logprobs(bundle: ModelBundle, logits: Tensor, response: CheckedResponse) ->
         behavior = torch.from_numpy(response.logprobs).to(logits.device)
         kept = response.truncation.kept_by_engine(log_probs, tokens, behavior)
         log_probs = torch.log_softmax(kept.drop_others(log_probs), dim=-1)
-    values: np.ndarray = log_probs.gather(-1, tokens[:, None]).squeeze(-1).cpu().numpy()
-    return values
+    return log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
 def _own_logprobs(bundle: ModelBundle, response: CheckedResponse) -> np.ndarray:
@@ -292,7 +304,8 @@ def _own_logprobs(bundle: ModelBundle, response: CheckedResponse) -> np.ndarray:
         # those of a long prompt would take gigabytes
         inputs["logits_to_keep"] = count
     logits = bundle.model(use_cache=False, **inputs).logits[0, -count:-1]
-    return _logprobs(bundle, logits, response)
+    values: np.ndarray = _logprobs(bundle, logits, response).cpu().numpy()
+    return values
 
 
 def _trainer_logprobs(
@@ -308,8 +321,48 @@ def _trainer_logprobs(
     with seeded("agreement"), _in_mode(bundle.model, train=train):
         for numbers in filter(None, batches):
             rows = _batch_logprobs(bundle, [responses[number] for number in numbers])
-            values |= dict(zip(numbers, rows, strict=True))
+            values |= dict(zip(numbers, (row.cpu().numpy() for row in rows), strict=True))
     return values
+
+
+def _reads_image(bundle: ModelBundle, responses: Sequence[CheckedResponse]) -> dict[str, bool]:
+    """Return whether the trainer's log-probs of a response, and their gradients, change with its image.
+
+    Gradients are those of a few weights of the decoder, where they are trained and not sharded.
+
+    Args:
+        bundle: Model.
+        responses: Responses, the shortest first; the first with an image is computed.
+    """
+    shown = next((each for each in responses if each.prompt.images), None)
+    if shown is None:
+        return {}
+    black = replace(shown.prompt, images=[np.zeros_like(image) for image in shown.prompt.images])
+    vision = set(vision_weights(bundle.model))
+    weights = [
+        weight
+        for weight in bundle.model.parameters()
+        if weight.requires_grad and weight.numel() <= _LARGEST_WEIGHT and weight not in vision
+    ][:_WEIGHTS]
+    if any(isinstance(weight, DTensor) for weight in bundle.model.parameters()):
+        weights = []
+    logprobs, gradients = [], []
+    for prompt in (shown.prompt, black):
+        with (
+            seeded("agreement"),
+            _in_mode(bundle.model, train=True),
+            torch.set_grad_enabled(bool(weights)),
+        ):
+            (row,) = _batch_logprobs(bundle, [CheckedResponse(prompt, shown.ids)])
+            logprobs.append(row.detach())
+            if weights:
+                found = torch.autograd.grad(row.sum(), weights, allow_unused=True)
+                gradients.append([one for one in found if one is not None])
+    changes = {"log-probs": not torch.equal(*logprobs)}
+    if gradients and gradients[0]:
+        equal = (torch.equal(own, other) for own, other in zip(*gradients, strict=True))
+        changes["gradients"] = not all(equal)
+    return changes
 
 
 @contextmanager
@@ -323,7 +376,7 @@ def _in_mode(model: torch.nn.Module, *, train: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _batch_logprobs(bundle: ModelBundle, responses: Sequence[CheckedResponse]) -> list[np.ndarray]:
+def _batch_logprobs(bundle: ModelBundle, responses: Sequence[CheckedResponse]) -> list[Tensor]:
     """Return the log-probs of responses whose sequences are one batch, padded on the right."""
     sequences = [np.concatenate([response.prompt.ids, response.ids]) for response in responses]
     lengths = [len(sequence) for sequence in sequences]

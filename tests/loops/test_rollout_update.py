@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -11,7 +13,9 @@ from envs.policies import RandomPolicy
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.data.validation import ValidationSet
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.engines.protocol import Generation
 from ragen_pl.loops import rollout_update
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate, RolloutUpdateLoop
@@ -157,7 +161,7 @@ def test_the_logged_learning_rate_is_that_of_the_iteration(setup_of):
     assert rates[0] == pytest.approx(3e-3) and 0.0 < rates[1] < rates[0]
     _, points, _ = setup_of().fit(max_epochs=-1, max_steps=6)
     # also where the number of steps ends the run, whose last weights are validated
-    assert [point["step"] for _, point in points if "val/success" in point][-1] == 2.0
+    assert [step for step, point in points if "val/success" in point][-1] == 2
     rates = [
         point["update/learning_rate"] for _, point in points if "update/learning_rate" in point
     ]
@@ -312,3 +316,28 @@ def test_used_private_names_exist():
     assert isinstance(outer.epoch_progress.current, progress._ProcessedTracker)
     assert hasattr(epoch.batch_progress, "is_last_batch")
     assert hasattr(loop._Loop, "reset_restart_stage") and hasattr(loop._Loop, "restarting")
+
+
+class Skewed(TransformersEngine):
+    """An engine that reports other log-probs than it samples with."""
+
+    def collect(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
+        return [
+            (session, dataclasses.replace(generation, logprobs=generation.logprobs - 0.1))
+            for session, generation in super().collect(wait=wait)
+        ]
+
+
+def test_a_run_ends_where_an_exact_engine_is_not(setup_of):
+    _, points, _ = setup_of().fit(max_epochs=1)
+    (metrics,) = [point for _, point in points if "rollout/logprob_mismatch" in point]
+    name = "rollout/logprob_mismatch_turn_"
+    turns = {key.removeprefix(name): value for key, value in metrics.items() if name in key}
+    # there are three turns
+    assert turns.keys() == {"1", "2", "3"} and max(turns.values()) < 1e-4
+    error = r"^update.max_mismatch=0.01: .* differ by 0.1 nats a token .*\(turn 1: 0.1, turn 2: 0.1, turn 3: 0.1\)"
+    with pytest.raises(RolloutError, match=error):
+        setup_of(engine=Skewed).fit(max_epochs=1)
+    # where it rounds, it need not be exact
+    setup_of(engine=Skewed).fit(max_epochs=1, precision="bf16-mixed")
+    setup_of(engine=Skewed, max_mismatch=None).fit(max_epochs=1)

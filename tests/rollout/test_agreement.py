@@ -12,6 +12,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.models.adapters import choose_trained_weights
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import GatheredPolicy
@@ -143,3 +144,47 @@ def test_the_precision_of_the_run_is_compared():
             forward_context=around,
         )
     assert found["32-true"] < 1e-4 and 1e-3 < found["bf16-mixed"] < 0.3
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["all weights", "adapters"])
+def test_a_trainer_that_does_not_read_its_images_is_refused(monkeypatch, lora):
+    bundle = tiny("qwen2_5_vl")
+    choose_trained_weights(bundle.model, lora=lora)
+    context = ContextManager(bundle, system_prompt=None, max_tokens=LONGEST)
+    compare = partial(check_trainer, context, image_size=(56, 84), policy=PolicyModule(bundle))
+    gradients = [weight.grad for weight in bundle.model.parameters()]
+    compare(alone=True)
+    assert [weight.grad for weight in bundle.model.parameters()] == gradients
+    inputs = agreement.whole_inputs
+    read = agreement._batch_logprobs
+
+    def without_images(bundle, ids, *, images, **named):
+        return inputs(bundle, ids, images=[torch.zeros_like(one) for one in images], **named)
+
+    def detached(bundle, responses):
+        """Rows with the images in their values, and black ones in their gradients."""
+        if not torch.is_grad_enabled():
+            return read(bundle, responses)
+        with torch.no_grad():
+            values = read(bundle, responses)
+        with monkeypatch.context() as patched:
+            patched.setattr(agreement, "whole_inputs", without_images)
+            return [
+                row + (value - row).detach()
+                for row, value in zip(read(bundle, responses), values, strict=True)
+            ]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(agreement, "_batch_logprobs", detached)
+        with pytest.raises(ValueError, match=r"^model\.build: gradients of a response stay .*qwen"):
+            compare(alone=True)
+    # the model's own forward does not read them either
+    own = ModelBundle.own_inputs
+    monkeypatch.setattr(agreement, "whole_inputs", without_images)
+    monkeypatch.setattr(
+        ModelBundle,
+        "own_inputs",
+        lambda self, ids, images: own(self, ids, [0 * one for one in images]),
+    )
+    with pytest.raises(ValueError, match=r"^model\.build: log-probs of a response stay .*qwen"):
+        compare(alone=True)

@@ -17,6 +17,7 @@ from vllm_models import (
     request,
 )
 
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import Prompt, generate
 from ragen_pl.models.distribution import log_distribution
@@ -118,6 +119,26 @@ def test_long_prompts_are_computed_anew_with_new_weights(engine):
     engine.load_weights(6)
     assert own.ids.tolist() == expected.ids.tolist()
     np.testing.assert_allclose(own.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_weights_that_do_not_arrive_are_named(engine, monkeypatch):
+    engine.load_weights(7)
+    assert "layers.0.input_layernorm.weight" in engine._read_back.names
+    before = {name: weight.clone() for name, weight in engine.bundle.model.state_dict().items()}
+    change_weights(engine.bundle, seed=2)
+    reload = engine._llm.collective_rpc
+
+    def loses_all(method, *arguments, **settings):
+        if method != "reload_weights":
+            return reload(method, *arguments, **settings)
+        return [None for _ in settings["kwargs"]["weights_iterator"]]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._llm, "collective_rpc", loses_all)
+        with pytest.raises(RolloutError, match=r"layers\.0\.\S+\.weight of its model is not"):
+            engine.load_weights(8)
+    engine.bundle.model.load_state_dict(before)
+    engine.load_weights(9)
 
 
 @only_text

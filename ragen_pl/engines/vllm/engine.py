@@ -37,6 +37,7 @@ from ragen_pl.engines.vllm.model import (
     model_arguments,
     save_without_weights,
 )
+from ragen_pl.engines.vllm.read_back import ReadBack
 from ragen_pl.engines.vllm.requests import (
     check_prompt,
     check_request,
@@ -131,6 +132,7 @@ class VLLMEngine(VLLMRules):
             self.bundle, dtype=self.dtype, max_tokens=max_tokens, on_gpu=self._on_gpu
         )
         self._llm = self._start(arguments | dict(settings or {}))
+        self._read_back = ReadBack(self.dtype, whole=self.ranks == 1)
         self._lockstep = Lockstep.of_group() if self.ranks > 1 else None
 
     def _start(self, arguments: Mapping[str, Any]) -> Any:
@@ -174,16 +176,21 @@ class VLLMEngine(VLLMRules):
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_weights(self, version: int) -> None:
-        """Copy the policy's present weights, layer by layer, and drop the caches of older ones."""
+        """Copy the policy's present weights, layer by layer, and drop the caches of older ones.
+
+        Raises:
+            RolloutError: vLLM has other weights than it was handed, or has kept what it computed with older ones.
+        """
         self.release()
         engine = self._llm.llm_engine
         with self._isolated():
             if self._asleep:
                 self._llm.wake_up(tags=["weights"])
-            weights = self._policy.weights()
+            weights = self._read_back.noting(self._policy.weights())
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             if not self._on_gpu:
                 self._llm.apply_model(_prepare_head)
+            self._read_back.check(self._llm.apply_model)
             if self._asleep:
                 self._llm.wake_up(tags=["kv_cache"])
                 self._asleep = False
