@@ -15,6 +15,7 @@ import torch
 from composing import composed
 from family_models import MODELS, tiny
 from lightning.pytorch.utilities import move_data_to_device
+from torch.nn.attention.varlen import varlen_attn
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
@@ -85,8 +86,14 @@ def test_sequences_of_unequal_lengths_in_one_kernel(heads, key_heads, width, cau
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_vl"])
-def test_features_of_packed_windows_are_those_of_sdpa(name):
-    bundle = tiny(name)
+def test_features_of_packed_windows_are_those_of_sdpa(name, monkeypatch):
+    bundle, calls = tiny(name), []
+
+    def counted(*arguments, **settings):
+        calls.append(1)
+        return varlen_attn(*arguments, **settings)
+
+    monkeypatch.setattr(attention, "varlen_attn", counted)
     config = bundle.model.get_encoder(modality="image").config
     images = [np.full((140, 84, 3), 40 * n, dtype=np.uint8) for n in range(6)]
 
@@ -96,7 +103,8 @@ def test_features_of_packed_windows_are_those_of_sdpa(name):
         return bundle.images.encode(images).tokens.float()
 
     packed, looped = (encoded(torch.bfloat16, each) for each in (attention.PACKED, "sdpa"))
-    assert not torch.equal(packed, looped)
+    # results may be equal to the bit: the kernels are of one kind
+    assert calls
     # from the same rounded weights
     exact = encoded(torch.float32, "sdpa")
     errors = [float((each - exact).norm() / exact.norm()) for each in (packed, looped)]
