@@ -188,7 +188,7 @@ class RolloutUpdateLoop(_FitLoop):
         All of it comes before the Trainer moves the model to the host.
         """
         if self.trainer.enable_validation and not self._measured:
-            if self.trainer.is_global_zero:  # type: ignore[attr-defined]
+            if self.trainer.is_global_zero:
                 log.info("validating the last weights")
             self._validate()
         super().on_run_end()
