@@ -326,9 +326,10 @@ def _trainer_logprobs(
 
 
 def _reads_image(bundle: ModelBundle, responses: Sequence[CheckedResponse]) -> dict[str, bool]:
-    """Return whether the trainer's log-probs of a response, and their gradients, change with its image.
+    """Return whether the trainer's log-probs of what follows an image, and their gradients, change with the image.
 
-    Gradients are those of a few weights of the decoder, where they are trained and not sharded.
+    Gradients are those of a few weights of the decoder, where they are trained and not sharded. All tokens after the
+    last image count: a sliding window may hide the image from the response.
 
     Args:
         bundle: Model.
@@ -337,7 +338,10 @@ def _reads_image(bundle: ModelBundle, responses: Sequence[CheckedResponse]) -> d
     shown = next((each for each in responses if each.prompt.images), None)
     if shown is None:
         return {}
-    black = replace(shown.prompt, images=[np.zeros_like(image) for image in shown.prompt.images])
+    sequence = np.concatenate([shown.prompt.ids, shown.ids])
+    start = int((sequence == bundle.image_token_id).nonzero()[0][-1]) + 1
+    seen = replace(shown.prompt, ids=sequence[:start])
+    black = replace(seen, images=[np.zeros_like(image) for image in seen.images])
     vision = set(vision_weights(bundle.model))
     weights = [
         weight
@@ -347,13 +351,13 @@ def _reads_image(bundle: ModelBundle, responses: Sequence[CheckedResponse]) -> d
     if any(isinstance(weight, DTensor) for weight in bundle.model.parameters()):
         weights = []
     logprobs, gradients = [], []
-    for prompt in (shown.prompt, black):
+    for prompt in (seen, black):
         with (
             seeded("agreement"),
             _in_mode(bundle.model, train=True),
             torch.set_grad_enabled(bool(weights)),
         ):
-            (row,) = _batch_logprobs(bundle, [CheckedResponse(prompt, shown.ids)])
+            (row,) = _batch_logprobs(bundle, [CheckedResponse(prompt, sequence[start:])])
             logprobs.append(row.detach())
             if weights:
                 found = torch.autograd.grad(row.sum(), weights, allow_unused=True)

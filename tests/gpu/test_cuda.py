@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -209,6 +210,9 @@ def test_packed_rows_are_as_near_to_float32_as_padded_rows(name):
 def test_planned_peak_of_an_update_is_that_of_the_gpu(precision):
     overrides = ["env=frozenlake_visual", "algorithm=trico", "warm_start=none", "rollout.groups=64"]
     sizes = ["model.build.text.hidden_size=512", "model.build.text.intermediate_size=1536"]
+    # workspaces of products that graphs of other tests have left stay in the process
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     cfg = composed(*overrides, *sizes, f"trainer.precision={precision}")
     phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
     bundle = build_bundle(cfg)
@@ -228,7 +232,7 @@ def test_planned_peak_of_an_update_is_that_of_the_gpu(precision):
         optimizer.step()
         optimizer.zero_grad()
     planned = max(phases["update"], phases["optimizer step"])
-    assert planned == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15)
+    assert planned == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.15)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
