@@ -77,6 +77,9 @@ class RubricJudge:
         ValueError: a criterion is not such a dict, a pattern is no regular expression, or no points are positive.
     """
 
+    # a pattern may take exponential time
+    needs_trust = ("criteria",)
+
     criteria: Annotated[Mapping[str, Mapping[str, Any]], Open()]
 
     def __post_init__(self) -> None:
@@ -125,6 +128,8 @@ class EndpointJudge:
         endpoint: the model.
         rubric: what makes a text good, in full sentences.
     """
+
+    needs_trust = ("*",)
 
     endpoint: ChatEndpoint
     rubric: str
@@ -198,6 +203,9 @@ class JudgedReward:
         weight: reward of the score 1.
         scope: `turn` and `difference` judge each turn by itself, `episode` all turns together; see `JudgeScope`.
     """
+
+    # a judge declares its own
+    needs_trust = ()
 
     judge: Judge
     weight: float = 0.1

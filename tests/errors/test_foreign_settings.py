@@ -100,6 +100,14 @@ def test_components_of_an_algorithm_need_no_trust(path):
     assert declared_trust(path) == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "declared"),
+    [("JudgedReward", ()), ("RubricJudge", ("criteria",)), ("EndpointJudge", ("*",))],
+)
+def test_a_judge_of_others_names_no_patterns_and_no_endpoint(name, declared):
+    assert declared_trust(f"ragen_pl.rewards.judged.{name}") == declared
+
+
 def test_a_class_without_a_declaration_is_refused(run, monkeypatch):
     monkeypatch.setattr(trust, "declared_trust", lambda path: None)
     with pytest.raises(ConfigError, match=r"(env\.target|model\.build\._target_)=.* may start"):
