@@ -38,8 +38,8 @@ FURTHER_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         "env.max_actions_per_turn=3",
         "model=small_lm", "rollout.max_response_tokens=40", "warm_start.steps=500", "warm_start.episodes=4096",
         "~warm_start.demonstrator.noise", "~warm_start.demonstrator.base",
-        "warm_start.demonstrator={_target_: ragen_pl.envs.policies.SeveralActions, most: 3, policy: {_target_: "
-        "ragen_pl.envs.policies.NoisyPolicy, noise: 0.7, base: optimal}}",
+        "warm_start.demonstrator._target_=ragen_pl.envs.policies.SeveralActions", "+warm_start.demonstrator.most=3",
+        "+warm_start.demonstrator.policy={_target_: ragen_pl.envs.policies.NoisyPolicy, noise: 0.7, base: optimal}",
     ),
 }  # fmt: skip
 _ALL_ENVIRONMENTS = ENVIRONMENTS | FURTHER_ENVIRONMENTS

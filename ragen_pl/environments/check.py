@@ -20,6 +20,7 @@ from ragen_pl.environments.calls import EnvironmentCalls, manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.machine import only_new_garbage, used_memory
+from ragen_pl.prompts.parsing import named_actions
 from ragen_pl.trajectory import Observation
 
 log = logging.getLogger(__name__)
@@ -228,12 +229,18 @@ class _Check:
                 lambda: [policy.act(slot.env, rng) for _ in range(_ACTIONS)],
                 time_limit_factor=_ACTIONS,
             )
-            names = slot.action_names
+            names, most = slot.action_names, self.cfg.env.max_actions_per_turn
             numbers = range(len(names or ()))
             for action in actions:
-                is_one = isinstance(action, str) if names is None else action in numbers
+                several = isinstance(action, str) and names is not None
+                chosen = named_actions(action, names, max_actions=len(action)) if several else []
+                if len(chosen) > most:
+                    raise ValueError(
+                        f"chose {len(chosen)} actions, {action!r}, expected at most env.max_actions_per_turn={most}"
+                    )
+                is_valid = isinstance(action, str) if names is None else action in numbers or chosen
                 # an empty text is the action of a policy whose responses are invalid
-                if action != "" and not is_one:
+                if action != "" and not is_valid:
                     expected = "a text" if names is None else f"0 to {len(names) - 1}"
                     raise ValueError(f"chose action {action!r}, expected {expected}")
 

@@ -227,3 +227,16 @@ def test_scripted_policies_that_an_environment_does_not_support_are_refused(fit)
     ).refused()
     assert line.startswith("validation.baselines.optimal: ") and "optimal_action" in line
     assert "validation.held_out=false" in fit(*sound, "validation.held_out=true").refused()
+
+
+def test_a_demonstrator_of_several_actions_needs_turns_that_take_them():
+    demonstrator = "warm_start.demonstrator"
+    cfg = composed(
+        "env=frozenlake", "env.max_actions_per_turn=3", f"~{demonstrator}.noise", f"~{demonstrator}.base",
+        f"{demonstrator}._target_=ragen_pl.envs.policies.SeveralActions", f"+{demonstrator}.most=3",
+        f"+{demonstrator}.policy._target_=ragen_pl.envs.policies.OptimalPolicy",
+    )  # fmt: skip
+    check_environment(cfg)
+    cfg.env.max_actions_per_turn = 1
+    with pytest.raises(ConfigError, match=r"chose [23] actions, .* env.max_actions_per_turn=1"):
+        check_environment(cfg)
