@@ -49,11 +49,11 @@ def pack_images(model: PreTrainedModel) -> bool:
     Returns:
         Whether the encoder takes bounds. Others compute images of one size in a batch.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
     encoder = model.get_encoder(modality="image")
-    # a model without an encoder returns itself, or None
-    if encoder is None or encoder is model or encoder is model.base_model:
+    # a model without an encoder returns itself, or None; that of another library has no such functions
+    if encoder in (None, model, model.base_model) or not isinstance(encoder, PreTrainedModel):
         return False
     config: PretrainedConfig = encoder.config
     if config is model.config or config is model.config.get_text_config():
