@@ -22,10 +22,13 @@ from ragen_pl.trajectory import (
     REASONING_SPANS,
     REWARD_PART,
     EpisodeStatus,
+    Span,
     Trajectory,
     Turn,
 )
 
+# by the number of the span
+_IS_REASONING = np.isin(np.arange(len(Span)), REASONING_SPANS)
 _SUMS = (
     "episodes",
     "successes",
@@ -222,7 +225,7 @@ def _add_turn(sums: dict[str, float], turn: Turn) -> None:
     sums["valid"] += turn.action_is_valid
     sums["effective"] += turn.action_is_effective
     sums["response_tokens"] += len(turn.response_ids)
-    sums["think_tokens"] += int(np.isin(turn.spans, REASONING_SPANS).sum())
+    sums["think_tokens"] += int(_IS_REASONING[turn.spans].sum())
     if turn.response_entropy is not None:
         sums["entropy"] += turn.response_entropy * len(turn.response_ids)
         sums["entropy_tokens"] += len(turn.response_ids)

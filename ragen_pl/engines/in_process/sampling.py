@@ -163,13 +163,12 @@ class Responses:
         ids = torch.stack([tokens for tokens, _ in self._unread]).cpu().numpy()
         kept = [inside for _, inside in self._unread]
         self._unread = []
-        rows = self._rows[-1]
-        for tokens, inside in zip(ids, kept, strict=True):
+        rows, ends = self._rows[-1], (ids[..., None] == self.eos).any(-1)
+        for tokens, ended, inside in zip(ids, ends, kept, strict=True):
             self._tokens.append(tokens)
             if inside is not None:
                 self._add_kept(rows, inside)
             count = len(self._tokens)
-            ended = np.isin(tokens, self.eos)
             done = (self.length[rows] == 0) & (ended | (count >= self.limits[rows]))
             self.length[rows[done]] = count
             self.hit_length_limit[rows[done]] = ~ended[done]
