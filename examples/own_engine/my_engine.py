@@ -27,10 +27,11 @@ class Draw(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         """Leave only the drawn tokens for `generate` to choose."""
-        token, logprob, entropy, kept = self.sampling.sample(scores, self.step)
-        self.responses.add(self.rows, token, logprob, entropy, kept)
+        sampled = self.sampling.sample(scores, self.sampling.uniforms[:, self.step])
+        self.responses.add(self.rows, sampled)
+        self.responses.read()  # `generate` reads each token too
         self.step += 1
-        return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
+        return torch.full_like(scores, -torch.inf).scatter_(1, sampled.tokens[:, None], 0.0)
 
 
 class GenerateEngine(EngineTraits):
