@@ -142,7 +142,7 @@ def test_planned_peak_of_an_update_is_the_measured_one(case, folder, experts):
 @pytest.mark.parametrize("kernels", ["fused", "foreach"])
 def test_planned_memory_of_a_step_is_the_measured_one(kernels, folder):
     cfg = on_cpu(
-        "env=frozenlake", "algorithm=grpo", HALF, *LOADED, f"model.build.path={folder}",
+        "env=frozenlake", "algorithm=grpo", HALF, *LOADED, *FEW, f"model.build.path={folder}",
         f"+optimizer.{kernels}=true",
     )  # fmt: skip
     (parts,) = (phase.parts for phase in plan_memory(cfg).phases if phase.name == "optimizer step")
