@@ -157,9 +157,9 @@ def test_own_engine_runs(tmp_path):
 @pytest.mark.slow
 def test_own_engine_with_logprobs_before_the_bans_is_refused(tmp_path):
     code = (OWN_ENGINE / "my_engine.py").read_text()
-    raw = "scores.log_softmax(-1).gather(1, token[:, None])[:, 0]"
-    assert code.count("token, logprob, entropy, kept)") == 1
-    wrong = code.replace("token, logprob, entropy, kept)", f"token, {raw}, entropy, kept)")
+    raw = "scores.log_softmax(-1).gather(1, sampled.tokens[:, None])[:, 0]"
+    assert code.count("add(self.rows, sampled)") == 1
+    wrong = code.replace("sampled)\n", f"sampled._replace(logprobs={raw}))\n")
     (tmp_path / "my_engine.py").write_text(wrong)
     own = ("--config-dir", str(OWN_ENGINE / "conf"), "rollout/engine=own", "env=frozenlake")
     code, output = fit(*own, *NO_WARM_START, cwd=tmp_path, run_dir=tmp_path / "run")
