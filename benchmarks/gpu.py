@@ -171,7 +171,7 @@ def write_model(model: Mapping[str, Any], folder: Path, *, device: str) -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """What the steps share: overrides of every config, the device, and a folder for the models."""
+    """Context of all steps: overrides of every config, the device, and a folder for the models."""
 
     overrides: tuple[str, ...]
     folder: Path

@@ -33,7 +33,7 @@ _NOT_PACKED = ("sliding_window", "softcap", "s_aux", "position_bias")
 _ARGUMENTS = inspect.signature(varlen_attn).parameters
 # that of torch 2.10 takes no scale
 _VARLEN_TAKES_SCALE = "scale" in _ARGUMENTS
-# older ones take fewer heads of keys without being told
+# older releases infer grouped-query attention from the shapes
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _ARGUMENTS else {}
 # of the kernels: the largest head, and what its size is a multiple of
 _LARGEST_HEAD, _HEAD_STEP = 256, 8

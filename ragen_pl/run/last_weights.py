@@ -1,4 +1,4 @@
-"""What a run measures of its last weights, while they are still on their device."""
+"""Metrics of a run's last weights, computed while they are still on their device."""
 
 from __future__ import annotations
 

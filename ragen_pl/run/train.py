@@ -359,7 +359,7 @@ def reinforce(
 
 
 def _blank_set(components: RunComponents) -> Callable[[], ValidationSet] | None:
-    """Return what builds the validation set with blank images; None if there is none."""
+    """Return a function that builds the validation set with blank images; None if there is none."""
     cfg = components.cfg
     if not cfg.validation.blank:
         return None

@@ -25,7 +25,7 @@ SMALL = (
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is played, and when a Trainer begins to move the model, in order."""
+    """Validations, blank-image episodes and the start of a teardown, in their order."""
     noted: list[str] = []
     play, teardown = ValidationSet.play, Strategy.teardown
 
@@ -109,7 +109,7 @@ def test_the_state_of_the_optimizer_is_dropped_where_the_model_leaves_its_device
         trainer.fit_loop.epoch_loop.max_steps = steps
         trainer.fit(model)
         assert trainer.global_step == steps and model.has_state
-        # a checkpoint without it would not be told from one with it
+        # otherwise a checkpoint that lacks the state looks like one that has it
         with pytest.raises(RuntimeError, match=r"a\.ckpt: the end of fit has dropped the opti"):
             trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert events == [BARE, BARE]

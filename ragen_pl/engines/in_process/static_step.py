@@ -208,7 +208,7 @@ class _Graph(NamedTuple):
 
 
 class StaticStep:
-    """What calls share: the buffers of keys and values, the step's inputs and its graphs.
+    """State that calls share: the buffers of keys and values, the step's inputs and its graphs.
 
     Args:
         bundle: Model.
