@@ -88,6 +88,8 @@ class ImageEncoder:
     _alike: set[tuple[int, ...]] = field(default_factory=set, repr=False)
     # sizes of images that the model was seen to encode
     _encoded: set[tuple[int, ...]] = field(default_factory=set, repr=False)
+    # sizes of images, and whether the processor's image processor alone reads them as the whole processor does
+    _read_alone: dict[tuple[int, ...], bool] = field(default_factory=dict, repr=False)
     # of encoder and projector; None before the first use
     _weights: list[Parameter] | None = field(default=None, repr=False)
     # whether the model's forward takes the features as one tensor for each image
@@ -254,7 +256,7 @@ class ImageEncoder:
 
     def encode_together(self, images: Sequence[np.ndarray]) -> ImageFeatures:
         """Return the features of images of one size, computed in one call of the encoder."""
-        inputs = self.inputs([[image] for image in images])
+        inputs = self._inputs_of_one_size(images)
         encode = image_features_of(self.model)
         output = encode(**inputs)
         counts = tuple(self.num_tokens(image) for image in images)
@@ -287,13 +289,49 @@ class ImageEncoder:
         Args:
             samples: Images of each sequence.
         """
-        outputs = processed(
-            self.processor,
-            images=[list(images) for images in samples],
-            text=[self.slot * len(images) for images in samples],
-            return_tensors="pt",
-            **self.settings,
+        return self._for_the_model(
+            processed(
+                self.processor,
+                images=[list(images) for images in samples],
+                text=[self.slot * len(images) for images in samples],
+                return_tensors="pt",
+                **self.settings,
+            )
         )
+
+    def _inputs_of_one_size(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        """Return the image inputs of images of one size, each in a sequence of its own.
+
+        The whole processor also tokenizes a text for each image, which takes longer than the pixels of a small one.
+        """
+        shape = images[0].shape
+        if self._read_alone.get(shape, False):
+            return self._for_the_model(self._image_outputs(images))
+        inputs = self.inputs([[image] for image in images])
+        # one image does not tell whether a dimension counts images or sequences
+        if shape not in self._read_alone and len(images) > 1:
+            self._read_alone[shape] = self._reads_alone(images, inputs)
+        return inputs
+
+    def _reads_alone(self, images: Sequence[np.ndarray], inputs: Mapping[str, Tensor]) -> bool:
+        """Return whether the image processor alone gives these inputs for the images."""
+        if "image_processor" not in self.processor.get_attributes():
+            return False
+        try:
+            alone = self._for_the_model(self._image_outputs(images))
+        # it need not take images without text, and may raise anything
+        except Exception:
+            return False
+        return alone.keys() == inputs.keys() and all(
+            torch.equal(alone[name], value) for name, value in inputs.items()
+        )
+
+    def _image_outputs(self, images: Sequence[np.ndarray]) -> Mapping[str, Any]:
+        image_processor: Any = self.processor.image_processor
+        return processed(image_processor, images=list(images), return_tensors="pt", **self.settings)
+
+    def _for_the_model(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the outputs of a processor that are arguments of the model, on its device."""
         device = next(self.model.parameters()).device
         return {
             name: value.to(device)

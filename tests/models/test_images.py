@@ -9,6 +9,7 @@ from family_models import MODELS, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_pl.models import images as images_module
 from ragen_pl.models.build import build_small_vlm
 from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.images import content_key
@@ -48,6 +49,35 @@ def test_images_of_several_sizes_have_the_features_that_they_have_alone(name):
         assert len(part.deepstack) == len(one.deepstack)
         if one.grids is not None:
             assert torch.equal(part.grids, one.grids)
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_an_image_processor_alone_gives_the_inputs_of_the_whole_processor(name, monkeypatch):
+    encoder = tiny(name).images
+    first, second, third, fourth, fifth = images(*[(56, 84)] * 5)
+    whole = encoder.inputs([[third], [fourth], [fifth]])
+    received: list[dict[str, torch.Tensor]] = []
+    encode = images_module.image_features_of(encoder.model)
+    monkeypatch.setattr(
+        images_module,
+        "image_features_of",
+        lambda _: lambda **inputs: received.append(inputs) or encode(**inputs),
+    )
+    with torch.no_grad():
+        for shown in ([first], [first, second], [third, fourth, fifth]):
+            encoder.encode_together(shown)
+    assert received[-1].keys() == whole.keys()
+    assert all(torch.equal(received[-1][key], value) for key, value in whole.items())
+
+
+def test_the_slots_of_images_are_not_tokenized_again(monkeypatch):
+    encoder = build_small_vlm(seed=0).images
+    shown = images(*[(32, 32)] * 4)
+    encoder.encode(shown[:2])
+    calls: list[object] = []
+    monkeypatch.setattr(type(encoder.processor), "__call__", lambda *_, **__: calls.append(1))
+    features = encoder.encode(shown[2:])
+    assert features.counts == (4, 4) and not calls
 
 
 @pytest.mark.parametrize("name", SEVERAL)
