@@ -7,8 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from ragen_pl.models.truncation import BANNED, KeptIds
+
+# tokens of a vocabulary that is summed by blocks, and those of a block
+_LARGE, _BLOCK = 8192, 512
 
 
 def log_distribution(
@@ -162,14 +166,35 @@ def draw(log_probs: Tensor, uniforms: Tensor, *, greedy: Tensor | bool) -> Tenso
     """
     if greedy is True:
         return log_probs.argmax(-1)
-    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    probs = log_probs.exp()
+    draw_one = _draw_large if probs.shape[-1] >= _LARGE else _draw_small
     # 1 - u lies in (0, 1]: a token of probability 0 is never the first to reach it
-    target = (1.0 - uniforms) * cumulative[:, -1]
-    sampled = (
-        torch.searchsorted(cumulative, target[:, None])
-        .squeeze(-1)
-        .clamp_(max=log_probs.shape[-1] - 1)
-    )
+    sampled = draw_one(probs, (1.0 - uniforms)[:, None]).squeeze(-1)
     if greedy is False:
         return sampled
     return torch.where(greedy, log_probs.argmax(-1), sampled)
+
+
+def _draw_small(probs: Tensor, fraction: Tensor) -> Tensor:
+    """Return the first token at which the cumulative sum reaches a fraction of the total, int64 `[rows, 1]`."""
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(cumulative, fraction * cumulative[:, -1:])
+    return found.clamp_(max=probs.shape[-1] - 1)
+
+
+def _draw_large(probs: Tensor, fraction: Tensor) -> Tensor:
+    """Return what `_draw_small` returns, but for the rounding of the sums, by way of sums of blocks.
+
+    A cumulative sum of a whole vocabulary in float64 takes a GPU as long as two layers of a model.
+    """
+    blocks = functional.pad(probs, (0, -probs.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = fraction * ends[:, -1:]
+    block = torch.searchsorted(ends, target).clamp_(max=ends.shape[-1] - 1)
+    before = functional.pad(ends, (1, 0)).gather(-1, block)
+    inside = blocks.take_along_dim(block[:, :, None], dim=1).squeeze(1)
+    cumulative = inside.cumsum(-1, dtype=torch.float64)
+    # the sums are rounded otherwise; the rest is above 0, and so is the probability of the token that reaches it
+    rest = torch.minimum(target - before, cumulative[:, -1:])
+    found = block * _BLOCK + torch.searchsorted(cumulative, rest)
+    return found.clamp_(max=probs.shape[-1] - 1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_pl.algorithms.kl import full_kl
-from ragen_pl.models.distribution import entropy, log_distribution, score_distributions
+from ragen_pl.models.distribution import draw, entropy, log_distribution, score_distributions
 
 
 def test_entropy_by_hand_with_a_banned_token() -> None:
@@ -98,3 +98,49 @@ def test_gradient_has_the_type_of_the_logits():
     assert scores.logprobs.dtype == torch.float32
     (gradient,) = torch.autograd.grad(scores.logprobs.sum(), leaf)
     assert gradient.dtype == torch.bfloat16 and not gradient[:, 0].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.integers(0, 2**31),
+            st.floats(0, 1, exclude_max=True),
+            st.sampled_from([0.5, 5.0, 30.0]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    size=st.sampled_from([8192, 8193, 9000]),
+)
+def test_a_large_vocabulary_is_drawn_from_by_the_cumulative_distribution(rows, size):
+    seeds, uniforms, scales = zip(*rows, strict=True)
+    logits = torch.stack(
+        [
+            scale * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+            for seed, scale in zip(seeds, scales, strict=True)
+        ]
+    )
+    # most of a vocabulary may be left out
+    log_probs = log_distribution(logits, banned=torch.arange(size - 700, size))
+    drawn = draw(log_probs, torch.tensor(uniforms, dtype=torch.float64), greedy=False)
+    for row, token in enumerate(drawn.tolist()):
+        probs = log_probs[row].exp().double()
+        assert probs[token] > 0
+        target = (1 - uniforms[row]) * probs.sum()
+        assert probs[:token].sum() <= target + 1e-12
+        assert probs[: token + 1].sum() >= target - 1e-12
+
+
+@pytest.mark.parametrize("uniform", [0.0, 2**-53, 0.5, 1 - 2**-53])
+@pytest.mark.parametrize("likely", [0, 511, 512, 8191, 8999])
+def test_a_token_of_probability_0_is_never_drawn_from_a_large_vocabulary(uniform, likely):
+    log_probs = torch.full((1, 9000), -float("inf"))
+    log_probs[0, likely] = 0.0
+    drawn = draw(log_probs, torch.tensor([uniform], dtype=torch.float64), greedy=False)
+    assert drawn.tolist() == [likely]
+
+
+def test_a_row_without_numbers_draws_a_token_of_the_vocabulary():
+    drawn = draw(torch.full((1, 9000), float("nan")), torch.tensor([0.3]).double(), greedy=False)
+    assert 0 <= int(drawn) < 9000
