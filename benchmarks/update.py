@@ -19,7 +19,7 @@ from timing import CLOCKS, StepTimer, Stopwatch, build_components, use_threads
 from torch import Tensor
 
 from ragen_pl.data.loader import MinibatchLoader
-from ragen_pl.data.microbatches import split_by_length
+from ragen_pl.data.microbatches import default_buckets, split_by_length
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.rollout.scripted import ScriptedResponder
@@ -108,7 +108,7 @@ def run(window: str, args: argparse.Namespace) -> None:
         timer.phases[1:],
         trained / args.iterations,
         lengths,
-        datamodule.update.length_buckets,
+        datamodule.update.length_buckets or default_buckets(agent.device),
     )
 
 

@@ -13,7 +13,12 @@ from torch import Tensor
 from ragen_pl.checked import checked
 from ragen_pl.constraints import Count
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
-from ragen_pl.data.microbatches import split_by_length, split_by_tokens, split_into
+from ragen_pl.data.microbatches import (
+    default_buckets,
+    split_by_length,
+    split_by_tokens,
+    split_into,
+)
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.distributed import (
     gather_over_ranks,
@@ -238,7 +243,7 @@ class MinibatchDataModule(pl.LightningDataModule):
             minibatches=minibatches,
             accumulate=self._accumulate,
             tokens_per_microbatch=self.update.tokens_per_microbatch,
-            length_buckets=self.update.length_buckets,
+            length_buckets=self.update.length_buckets or default_buckets(self._device),
             seed_key=(*seed_key, rank()),
             rank=rank(),
             gather_over_ranks=gather_over_ranks,
@@ -250,6 +255,14 @@ class MinibatchDataModule(pl.LightningDataModule):
         if self.trainer is not None:
             self._set_accumulation(loader.accumulate)
         return loader
+
+    @property
+    def _device(self) -> torch.device:
+        """Device that computes the minibatches."""
+        if self.trainer is None:
+            return torch.device("cpu")
+        device: torch.device = self.trainer.strategy.root_device
+        return device
 
     def _set_accumulation(self, microbatches: int) -> None:
         assert self.trainer is not None

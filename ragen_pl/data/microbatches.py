@@ -13,8 +13,14 @@ from ragen_pl.distributed import max_over_ranks
 
 # fraction of padding below which one more microbatch costs more than it saves
 _LITTLE_PADDING = 0.05
-# of a forward pass without a gradient
-_SCORING_BUCKETS = 8
+# of a forward pass with a gradient, and of one without; a GPU computes padding sooner than it launches another pass
+_BUCKETS = {"cpu": 6}
+_SCORING_BUCKETS = {"cpu": 8}
+
+
+def default_buckets(device: torch.device) -> int:
+    """Return the largest number of passes that the rows of a minibatch are split into by length on a device."""
+    return _BUCKETS.get(device.type, 1)
 
 
 def split_by_length(lengths: Tensor, buckets: int) -> list[Tensor]:
@@ -65,7 +71,7 @@ def split_for_scoring(lengths: Tensor, tokens: int) -> list[Tensor]:
     """Split rows into few length buckets with little padding, and these into microbatches of at most `tokens`.
 
     Args:
-        lengths: int64 `[rows]`.
+        lengths: int64 `[rows]`, on the device that computes them. On a GPU the limit alone splits the rows.
         tokens: Limit of a microbatch's positions, padding included; a longer row is alone.
 
     Examples:
@@ -74,7 +80,7 @@ def split_for_scoring(lengths: Tensor, tokens: int) -> list[Tensor]:
     """
     return [
         rows[part]
-        for rows in split_by_length(lengths, _SCORING_BUCKETS)
+        for rows in split_by_length(lengths, _SCORING_BUCKETS.get(lengths.device.type, 1))
         for part in split_by_tokens(lengths[rows], tokens)
     ]
 

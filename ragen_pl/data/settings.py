@@ -41,7 +41,8 @@ class UpdateSettings:
         epochs: passes over an iteration's samples in its update.
         minibatches: optimizer steps of a pass.
         tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
-        length_buckets: largest number of forward passes of a minibatch, by length, without `tokens_per_microbatch`.
+        length_buckets: largest number of forward passes of a minibatch, by length, without `tokens_per_microbatch`;
+            None: 6 on a CPU, and 1 on a GPU, which computes padding sooner than it launches another pass.
         gradient_checkpointing: compute the activations of each layer again in the backward pass, in train mode: less
             memory, a third slower.
         share_prefix: compute the text that all samples of a forward pass begin with once, such as a system prompt; not
@@ -64,7 +65,7 @@ class UpdateSettings:
     epochs: Count = 2
     minibatches: Count = 4
     tokens_per_microbatch: Count | None = None
-    length_buckets: Count = 6
+    length_buckets: Count | None = None
     gradient_checkpointing: bool = False
     share_prefix: bool = True
     packed: bool | None = None

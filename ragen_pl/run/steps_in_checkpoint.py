@@ -86,7 +86,6 @@ def loaders_of(
                 minibatches=update.minibatches,
                 accumulate=settings.trainer.get("accumulate_grad_batches", 1),
                 tokens_per_microbatch=update.tokens_per_microbatch,
-                length_buckets=update.length_buckets,
                 seed_key=(settings.seed, iteration, rank),
                 rank=rank if known else 0,
                 gather_over_ranks=rows_of_ranks,

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_pl.data.microbatches import (
+    default_buckets,
     split_by_length,
     split_by_tokens,
     split_for_scoring,
@@ -63,3 +64,7 @@ def test_split_into_makes_the_number_asked_for_and_keeps_the_budget(length, toke
     assert sum(not len(rows) for rows in microbatches) == max(0, count - len(length))
     for rows in microbatches:
         assert len(rows) < 2 or len(rows) * int(length[rows].max()) <= tokens
+
+
+def test_a_gpu_computes_a_minibatch_in_one_pass():
+    assert default_buckets(torch.device("cuda")) == 1 < default_buckets(torch.device("cpu"))
