@@ -32,14 +32,14 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Only run if named by --environments.
 FURTHER_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
-    # up to three actions a turn: the policy chooses how long a turn is
+    # up to three actions a turn, after a plan: the policy chooses how long a turn is
     "sokoban": (
-        "env=sokoban", "env.kwargs.plans=false", "env.kwargs.max_pushes=2", "env.max_turns=6",
-        "env.max_actions_per_turn=3",
-        "model=small_lm", "rollout.max_response_tokens=40", "warm_start.steps=500", "warm_start.episodes=4096",
+        "env=sokoban", "env.kwargs.max_pushes=2", "env.max_turns=6", "env.max_actions_per_turn=3",
+        "model=small_lm", "rollout.max_response_tokens=56", "warm_start.steps=500", "warm_start.episodes=4096",
         "~warm_start.demonstrator.noise", "~warm_start.demonstrator.base",
         "warm_start.demonstrator._target_=ragen_pl.envs.policies.SeveralActions", "+warm_start.demonstrator.most=3",
-        "+warm_start.demonstrator.policy={_target_: ragen_pl.envs.policies.NoisyPolicy, noise: 0.7, base: optimal}",
+        "+warm_start.demonstrator.policy={_target_: ragen_pl.envs.policies.NoisyPolicy, noise: 0.5, base: optimal}",
+        "optimizer._target_=ragen_pl.muon.MuonAdamW", "~optimizer.betas", "~optimizer.eps",
     ),
 }  # fmt: skip
 _ALL_ENVIRONMENTS = ENVIRONMENTS | FURTHER_ENVIRONMENTS
@@ -72,6 +72,7 @@ FURTHER: dict[str, tuple[str, ...]] = {
         "algorithm=trico", "context.leave_out.patches=0.25",
     ),
 }  # fmt: skip
+_UNLIMITED = 1000
 _WHOLE_EPISODES = ("rico",)
 # RICO's warm start (16 episodes per step) has about as many demonstrated turns as the others' (64 turns per step).
 _STEPS_OF_EPISODES = {"frozenlake_visual": 300, "sokoban_visual": 450}
@@ -209,7 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--validation-episodes", type=int, default=256)
     parser.add_argument("--every", type=int, default=10, help="iterations between validations")
-    parser.add_argument("--iterations", type=int, default=1000, help="maximum number")
+    parser.add_argument("--iterations", type=int, default=_UNLIMITED, help="maximum number")
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
     parser.add_argument("--overrides", nargs="+", default=(), help="further overrides of every run")
@@ -229,7 +230,9 @@ def main() -> None:
             if (cell.folder(out) / "metrics.json").exists()
         },
         page=args.page,
-        minutes=args.minutes,
+        budget=f"{args.iterations} iterations"
+        if args.iterations < _UNLIMITED
+        else f"{args.minutes:g} minutes of RL, two runs at once",
     )
 
 

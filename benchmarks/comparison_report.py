@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,23 +22,35 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Greedy success of one run on its validation set, by iteration and by time."""
+    """Greedy success of one run on its validation set, by iteration and by time.
+
+    Attributes:
+        iterations: Iterations before each validation.
+        seconds: Seconds before each validation.
+        success: Success of each validation.
+        sampled: Success of the sampled episodes of the last quarter of the iterations.
+        metrics: The run's last metrics.
+    """
 
     iterations: np.ndarray
     seconds: np.ndarray
     success: np.ndarray
+    sampled: float
     metrics: Mapping[str, float]
 
 
 def read_curve(folder: Path) -> Curve:
     """Read the curve of a run from the rows of its plots, and its final metrics."""
     lines = (folder / "plots" / "rows.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "val/success" in row]
+    all_rows = list(map(json.loads, lines))
+    rows = [row for row in all_rows if "val/success" in row]
+    sampled = [row["rollout/success"] for row in all_rows if "rollout/success" in row]
+    last = sampled[-math.ceil(len(sampled) / 4) :]
     iterations, seconds, success = (
         np.array([row[name] for row in rows]) for name in ("iteration", "elapsed_s", "val/success")
     )
     metrics = json.loads((folder / "metrics.json").read_text())
-    return Curve(iterations, seconds, success, metrics)
+    return Curve(iterations, seconds, success, float(np.mean(last)) if last else math.nan, metrics)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -55,21 +67,28 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, _T95.get(count - 1, 1.96) * spread
 
 
-def write_report(folders: Mapping[Key, Path], *, page: Path, minutes: float) -> None:
-    """Write the page and its plots. Environments without finished runs are omitted."""
+def write_report(folders: Mapping[Key, Path], *, page: Path, budget: str) -> None:
+    """Write the page and its plots. Environments without finished runs are omitted.
+
+    Args:
+        folders: Folder of each finished run.
+        page: Page to write; its plots lie beside it.
+        budget: What each run had, such as "4 minutes of RL".
+    """
     curves = {key: read_curve(folder) for key, folder in folders.items()}
     environments = list(dict.fromkeys(environment for environment, _, _ in curves))
-    sections = [_INTRODUCTION.format(minutes=minutes)]
+    sections = [_INTRODUCTION.format(budget=budget)]
     for environment in environments:
         of_environment = {key[1:]: curve for key, curve in curves.items() if key[0] == environment}
-        plot = page.with_name(f"results_{environment}.png")
+        plot = page.with_name(f"{page.stem}_{environment}.png")
         draw(of_environment, title=environment, file=plot)
         sections += [
             f"## {environment}\n",
             table(of_environment),
+            paired(of_environment),
             f"![Success by iteration and by time]({plot.name})\n",
         ]
-    notes = page.with_name("results_notes.md")
+    notes = page.with_name(f"{page.stem}_notes.md")
     if notes.exists():
         sections.append(notes.read_text())
     page.write_text("\n".join(sections))
@@ -80,8 +99,8 @@ def table(curves: Mapping[tuple[str, int], Curve]) -> str:
     """Return a Markdown table with one row per algorithm."""
     lines = [
         "| algorithm | seeds | warm start | final | best and worst seed | iterations | mean over time "
-        "| think accuracy |",
-        "|---|---|---|---|---|---|---|---|",
+        "| sampled | think accuracy |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for algorithm in dict.fromkeys(name for name, _ in curves):
         runs = [curve for (name, _), curve in curves.items() if name == algorithm]
@@ -91,16 +110,42 @@ def table(curves: Mapping[tuple[str, int], Curve]) -> str:
         area, area_half = interval([_area(run) for run in runs])
         spread = f"{max(final):.3f}, {min(final):.3f}"
         accuracy = [run.metrics.get("val/think_accuracy", math.nan) for run in runs]
+        sampled = _with_interval(*interval([run.sampled for run in runs]))
         iterations = np.mean([run.iterations[-1] for run in runs])
         lines.append(
             f"| {algorithm} | {len(runs)} | {start:.3f} | {_with_interval(mean, half)} | {spread} | {iterations:.0f} | "
-            f"{_with_interval(area, area_half)} | {np.mean(accuracy):.2f} |"
+            f"{_with_interval(area, area_half)} | {sampled} | {np.mean(accuracy):.2f} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _with_interval(mean: float, half: float) -> str:
-    return f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f}"
+def paired(curves: Mapping[tuple[str, int], Curve]) -> str:
+    """Return a Markdown table of the differences to the first algorithm, paired by seed; empty for less than two."""
+    first, *others = dict.fromkeys(name for name, _ in curves)
+    lines = [
+        f"| less {first}, by seed | seeds | final | mean over time | sampled |",
+        "|---|---|---|---|---|",
+    ]
+    for algorithm in others:
+        seeds = [seed for name, seed in curves if name == algorithm and (first, seed) in curves]
+        pairs = [(curves[algorithm, seed], curves[first, seed]) for seed in seeds]
+        if not pairs:
+            continue
+        readings: list[Callable[[Curve], float]] = [
+            lambda run: float(run.success[-1]),
+            _area,
+            lambda run: run.sampled,
+        ]
+        cells = [
+            _with_interval(*interval([read(own) - read(other) for own, other in pairs]), sign="+")
+            for read in readings
+        ]
+        lines.append(f"| {algorithm} | {len(pairs)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def _with_interval(mean: float, half: float, *, sign: str = "") -> str:
+    return f"{mean:{sign}.3f}" if math.isnan(half) else f"{mean:{sign}.3f} ± {half:.3f}"
 
 
 def _area(curve: Curve) -> float:
@@ -138,12 +183,12 @@ def draw(curves: Mapping[tuple[str, int], Curve], *, title: str, file: Path) -> 
 _INTRODUCTION = """# Comparison of algorithms
 
 Generated by `python benchmarks/comparison.py run`, which can be interrupted and continued; `report` writes this
-page again. Each run is the default small model, demonstrated without plans (`env=frozenlake_visual`), with
-{minutes:g} minutes of RL on one CPU thread, two runs at once.
+page again. Each run is a small model built from its config, on one CPU thread, with {budget}.
 All algorithms use the same constant learning rate; everything else is as in `conf/algorithm/`. All runs of a seed
 start from the same weights, except RICO: its samples are whole episodes, and it has its own warm start with about
-as many demonstrated turns. Numbers of groups and group sizes are those of the files. The number of episodes per
-iteration differs, but the time is equal. The metric is greedy success on held-out episodes: mean over seeds ± half
-of its 95% interval (Student's t). The shaded area is the range of the seeds. *Think accuracy* is the share of think
-blocks that equal the true state description.
+as many demonstrated turns. Numbers of groups and group sizes are those of the files. The metric is greedy success on
+held-out episodes: mean over seeds ± half of its 95% interval (Student's t); a second table has the differences to the
+first algorithm, seed by seed. *Sampled* is the success of the episodes that were trained on in the last quarter of the
+iterations. The shaded area is the range of the seeds. *Think accuracy* is the share of think blocks that equal the
+true state description.
 """

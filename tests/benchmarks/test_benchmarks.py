@@ -154,25 +154,30 @@ def test_iteration_benchmark_prints_parts_that_sum_to_an_iteration(monkeypatch, 
     assert sum(parts) == pytest.approx(whole, abs=1)
 
 
-def test_comparison_reports_means_over_seeds(tmp_path: Path) -> None:
+def test_comparison_reports_means_over_seeds_and_paired_differences(tmp_path: Path) -> None:
     comparison, report = load("comparison"), load("comparison_report")
     folders = {}
-    for seed, last in enumerate((0.4, 0.6)):
-        cell = comparison.Cell(
-            environment="frozenlake_visual", algorithm="trico, masks only", seed=seed
-        )
-        folder = folders[cell.environment, cell.algorithm, seed] = cell.folder(tmp_path)
-        (folder / "plots").mkdir(parents=True)
-        rows = [
-            {"iteration": 10 * n, "elapsed_s": 60.0 * n, "val/success": last * n} for n in (0, 1)
-        ]
-        (folder / "plots" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        (folder / "metrics.json").write_text(json.dumps({"val/think_accuracy": last}))
+    successes = {"trico, masks only": (0.4, 0.6), "trico": (0.5, 0.5)}
+    for algorithm, lasts in successes.items():
+        for seed, last in enumerate(lasts):
+            cell = comparison.Cell(environment="frozenlake_visual", algorithm=algorithm, seed=seed)
+            folder = folders[cell.environment, cell.algorithm, seed] = cell.folder(tmp_path)
+            (folder / "plots").mkdir(parents=True)
+            rows = [
+                {"iteration": 10 * n, "elapsed_s": 60.0 * n, "val/success": last * n}
+                for n in (0, 1)
+            ]
+            # the last quarter of five iterations is two of them
+            rows += [{"iteration": n, "rollout/success": last * (n > 3)} for n in range(1, 6)]
+            (folder / "plots" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            (folder / "metrics.json").write_text(json.dumps({"val/think_accuracy": last}))
     page = tmp_path / "results.md"
-    report.write_report(folders, page=page, minutes=1)
+    report.write_report(folders, page=page, budget="10 iterations")
     # Student's t with one degree of freedom: 12.706 * 0.1; half of the time's mean is 0.5
-    row = "| trico, masks only | 2 | 0.000 | 0.500 ± 1.271 | 0.600, 0.400 | 10 | 0.250 ± 0.635 | 0.50 |"
-    assert row in page.read_text()
+    means = "0.000 | 0.500 ± 1.271 | 0.600, 0.400 | 10 | 0.250 ± 0.635 | 0.500 ± 1.271 | 0.50 |"
+    assert f"| trico, masks only | 2 | {means}" in page.read_text()
+    assert "| trico | 2 | +0.000 ± 1.271 | +0.000 ± 0.635 | +0.000 ± 1.271 |" in page.read_text()
+    assert "with 10 iterations." in page.read_text()
     assert (tmp_path / "results_frozenlake_visual.png").stat().st_size > 1000
 
 
