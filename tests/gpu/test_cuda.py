@@ -210,11 +210,17 @@ def test_packed_rows_are_as_near_to_float32_as_padded_rows(name):
 def test_planned_peak_of_an_update_is_that_of_the_gpu(precision):
     overrides = ["env=frozenlake_visual", "algorithm=trico", "warm_start=none", "rollout.groups=64"]
     sizes = ["model.build.text.hidden_size=512", "model.build.text.intermediate_size=1536"]
-    # workspaces of products that graphs of other tests have left stay in the process
-    gc.collect()
-    before = torch.cuda.memory_allocated()
     cfg = composed(*overrides, *sizes, f"trainer.precision={precision}")
     phases = {phase.name: phase.total for phase in plan_memory(cfg).phases}
+    planned = max(phases["update"], phases["optimizer step"])
+    # the first update of a process leaves workspaces of its kernels, which the second one finds
+    first, second = (peak_of_an_update(cfg, precision) for _ in range(2))
+    assert planned == pytest.approx(second, rel=0.15), f"{first:,} bytes in the first update"
+
+
+def peak_of_an_update(cfg, precision) -> int:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     bundle = build_bundle(cfg)
     agent = assemble_agent(cfg, build_policy(bundle, cfg["update"]), build_critic(cfg, bundle)).to(
         DEVICE
@@ -231,8 +237,7 @@ def test_planned_peak_of_an_update_is_that_of_the_gpu(precision):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    planned = max(phases["update"], phases["optimizer step"])
-    assert planned == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.15)
+    return torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
