@@ -93,7 +93,7 @@ class GrowingBatch:
 
     def _sample(self, hidden: Tensor, step: int) -> Sampled:
         uniforms = self._sampling.uniforms[:, step]
-        sampled = self._sampling.sample(hidden, uniforms, bundle=self.bundle, critic=self.critic)
+        sampled = self._sampling.sample_in(hidden, uniforms, bundle=self.bundle, critic=self.critic)
         self._tokens = sampled.tokens
         return sampled
 

@@ -83,18 +83,27 @@ class SamplingParameters:
             truncations=_truncations(requests, device),
         )
 
-    def sample(
+    def sample_in(
         self, hidden: Tensor, uniforms: Tensor, *, bundle: ModelBundle, critic: StateCritic | None
     ) -> Sampled:
-        """Sample a token of each row. Nothing is read from the device.
+        """Sample a token of each row in a state, and read the critic's value of the state.
 
         Args:
             hidden: `[rows, hidden]`, the decoder's states at the tokens before.
             uniforms: float64 `[rows]`.
             bundle: Model with the head.
-            critic: Critic that reads the same states; None for no values.
+            critic: Critic; None for no values.
         """
-        logits = bundle.lm_head(hidden)
+        sampled = self.sample(bundle.lm_head(hidden), uniforms)
+        return sampled if critic is None else sampled._replace(values=critic.read(hidden))
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Sampled:
+        """Sample a token of each row. Nothing is read from the device.
+
+        Args:
+            logits: `[rows, vocab]`.
+            uniforms: float64 `[rows]`.
+        """
         log_probs = log_distribution(logits, temperature=self.temperature, banned=self.banned)
         kept = None
         for truncation, rows in self.truncations:
@@ -104,8 +113,7 @@ class SamplingParameters:
             kept = inside if kept is None else kept | inside
         tokens = draw(log_probs, uniforms, greedy=self.greedy)
         own = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
-        values = None if critic is None else critic.read(hidden)
-        return Sampled(tokens, own, entropy(log_probs), kept, values)
+        return Sampled(tokens, own, entropy(log_probs), kept)
 
     def select(self, rows: Tensor) -> SamplingParameters:
         """Return the parameters of these rows."""

@@ -338,7 +338,7 @@ class StaticStep:
             states = run_decoder(
                 self.bundle, fed, cache=self.cache, shared_slots=self.cache.shared_slots
             )
-        sampled = parameters.sample(
+        sampled = parameters.sample_in(
             states[:, 0], inputs.draws[:rows], bundle=self.bundle, critic=self.critic
         )
         tokens.copy_(sampled.tokens)
@@ -386,7 +386,7 @@ class StaticBatch:
     def first(self, hidden: Tensor) -> Sampled:
         """Sample the first tokens; see `Batch`."""
         step, uniforms = self._step, self._sampling.uniforms[:, 0]
-        sampled = self._sampling.sample(hidden, uniforms, bundle=step.bundle, critic=step.critic)
+        sampled = self._sampling.sample_in(hidden, uniforms, bundle=step.bundle, critic=step.critic)
         self._inputs.tokens[: len(self.rows)] = sampled.tokens
         return sampled
 
