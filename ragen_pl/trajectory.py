@@ -213,6 +213,8 @@ class Turn:
         kept_ids: int32 `[kept]`, ids that truncated sampling (top-p, top-k, min-p) kept at each token of the response,
             one token after the other; None where the engine gives none.
         kept_counts: int32 `[response]`, number of these ids of each token, 0 for all ids.
+        response_values: float32 `[response]`, the critic's value of the state before each token; None where the engine
+            has read none.
         history: for a program's request, how its messages became the prompt: `JOINED`, `FIRST`, or, where they were
             rendered as a whole, one of `DIFFERENCES`.
     """
@@ -244,12 +246,13 @@ class Turn:
     history: str | None = None
     kept_ids: np.ndarray | None = None
     kept_counts: np.ndarray | None = None
+    response_values: np.ndarray | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
         added = {"advances": True, "trained": True, "call_id": None, "history": None}
-        kept = {"kept_ids": None, "kept_counts": None}
-        for name, value in (added | kept | state[1]).items():
+        read = {"kept_ids": None, "kept_counts": None, "response_values": None}
+        for name, value in (added | read | state[1]).items():
             setattr(self, name, value)
 
     @property

@@ -174,6 +174,8 @@ class TrajectoryBatch:
     """Mean over the trained tokens before the update, nats."""
     kept: KeptIds | None = None
     """Ids that sampling kept at the sampled tokens, by `samples.token`; None for all."""
+    has_values: bool = False
+    """Whether the engine has read `samples.values`, at all sampled tokens."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of tensors, for a checkpoint."""

@@ -131,6 +131,9 @@ def collate(
         images=images.tensors(),
         final=final_samples,
         kept=sampled_from,
+        has_values=all(
+            turn.response_values is not None for draft in drafts for _, _, turn in draft.responses
+        ),
     )
 
 
@@ -211,6 +214,7 @@ def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle)
     turn, token = minus_one.copy(), minus_one.copy()
     spans = np.zeros(shape, dtype=np.int8)
     logprobs, temperature = np.zeros(shape, dtype=np.float32), np.ones(shape, dtype=np.float32)
+    values = np.zeros(shape, dtype=np.float32)
     firsts = _first_tokens(drafts)
     for row, draft in enumerate(drafts):
         ids[row, : len(draft.ids)] = draft.ids
@@ -222,6 +226,8 @@ def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle)
             turn[row, place], token[row, place] = number, np.arange(first, first + length)
             spans[row, place], temperature[row, place] = response.spans, response.temperature
             logprobs[row, place] = response.response_logprobs
+            if response.response_values is not None:
+                values[row, place] = response.response_values
     zeros = torch.zeros(shape)
     sampled = torch.from_numpy(turn >= 0)
     return Samples(
@@ -242,7 +248,7 @@ def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle)
         weight=torch.ones(rows),
         advantages=zeros,
         returns=zeros.clone(),
-        values=zeros.clone(),
+        values=torch.from_numpy(values),
     )
 
 

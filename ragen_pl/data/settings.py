@@ -52,9 +52,10 @@ class UpdateSettings:
         freeze_vision: leave the image encoder as it is after the warm start, so that an image is encoded once.
         tokens_per_forward: positions of a forward pass that scores an iteration before its update, padding included.
         scoring: when the policy scores an iteration before its update: `needed` if credit or loss read the scores, that
-            is with a critic, a KL penalty in the reward, truncated sampling, a correction of the engine's distribution,
-            `top_entropy`, `entropy_target` or masks over shown text. Otherwise `rollout/policy_entropy` and
-            `rollout/logprob_mismatch` are those of the first minibatch; `always` for those of all.
+            is with a critic whose values the engine has not read, a KL penalty in the reward, truncated sampling, a
+            correction of the engine's distribution, `top_entropy`, `entropy_target` or masks over shown text. Otherwise
+            `rollout/policy_entropy` and `rollout/logprob_mismatch` are those of the first step; `always` for those of
+            all.
         max_skipped_steps: steps in a row with a gradient or loss that is not finite, which end the run; 1% of the last
             1,000 do too.
         max_mismatch: mean difference of the log-probs of engine and trainer, in nats a token, above which the run ends

@@ -97,6 +97,8 @@ def _check_fields(generation: Generation) -> None:
         raise MalformedGeneration(f"hit_length_limit={shortened(at_limit)}, expected true or false")
     if not _is_whole(version):
         raise MalformedGeneration(f"version={shortened(version)}, expected a whole number")
+    if generation.values is not None:
+        _check_array(generation.values, "values", np.floating, "float32 [response]", length=length)
     if generation.kept_ids is None and generation.kept_counts is None:
         return
     _check_array(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.models.truncation import Truncation
+    from ragen_pl.models.value_head import StateCritic
 
 T = TypeVar("T")
 
@@ -76,6 +77,8 @@ class Generation:
     """int32 `[kept]`, ids that truncated sampling kept at each token, one token after the other; None where unknown."""
     kept_counts: np.ndarray | None = None
     """int32 `[response]`, number of these ids of each token, 0 for all ids."""
+    values: np.ndarray | None = None
+    """float32 `[response]`, the critic's value of the state before each token; None without `ReadsValues`."""
 
 
 class RolloutEngine(Protocol):
@@ -271,6 +274,22 @@ class HasReplicas(Protocol):
 
     def only(self, replica: str) -> AbstractContextManager[None]:
         """Return the context in which one of them gets all requests."""
+        ...
+
+
+@runtime_checkable
+class ReadsValues(Protocol):
+    """Engine that can read a critic's values from the states that it samples tokens from.
+
+    Where it is `exact` and `in_place`, they are those of the trainer's own pass over the samples, but for rounding.
+    """
+
+    def read_values(self, critic: StateCritic | None) -> None:
+        """Fill in the `values` of all later responses.
+
+        Args:
+            critic: Critic, whose present weights are read each time; None for responses without values.
+        """
         ...
 
 

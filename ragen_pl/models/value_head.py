@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class StateCritic(Protocol):
+    """Critic that reads the policy's states."""
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Return values `[…]` of hidden states `[…, hidden]`."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return its weights, none of which are the policy's."""
+        ...
 
 
 class ValueHead(nn.Module):

@@ -21,9 +21,15 @@ from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.data.validation import ValidationChunk
-from ragen_pl.distributed import gather_over_ranks, rank
+from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.engines.protocol import EngineFactory, RolloutEngine, check_asynchronous, is_shared
+from ragen_pl.engines.protocol import (
+    EngineFactory,
+    ReadsValues,
+    RolloutEngine,
+    check_asynchronous,
+    is_shared,
+)
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
@@ -34,7 +40,7 @@ from ragen_pl.modules.guard import GuardedModule
 from ragen_pl.modules.losses import LossResult, UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.modules.preparation import add_scores, check_mismatch, prepare_batch
+from ragen_pl.modules.preparation import add_scores, check_mismatch, prepare_batch, scores_needed
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.settings import IterationData, OptimizationSettings
 from ragen_pl.modules.sharding import GatheredPolicy, data_mesh, is_sharded, load_engine
@@ -186,8 +192,28 @@ class AgentModule(GuardedModule):
             self._engine = self.engine_factory(policy, forward_context=self._forward_context)
             if self.computes_in_float32 and self.correction is not None and rank() == 0:
                 log.info(_CORRECTED, "the rollout engine rounds otherwise")
+        if isinstance(self._engine, ReadsValues):
+            self._engine.read_values(self.critic if self._engine_reads_values else None)
         load_engine(self._engine, policy, version=self.global_step)
         return self._engine
+
+    @property
+    def _engine_reads_values(self) -> bool:
+        """Whether the engine reads the critic's values, so that no pass before the update has to."""
+        engine, critic = self._engine, self.critic
+        return (
+            critic is not None
+            and critic.shares_trunk
+            and not is_sharded(self.policy)
+            and engine is not None
+            and engine.exact
+            and engine.in_place
+            and isinstance(engine, ReadsValues)
+            and self.computes_in_float32
+            and not self.always_score
+            # a pass that is needed anyway reads them too
+            and not scores_needed(self.scorer, self.masks, self.correction, has_values=True)
+        )
 
     @property
     def engine_is_shared(self) -> bool:
@@ -244,6 +270,12 @@ class AgentModule(GuardedModule):
         if self.importance is not None:
             self.importance.reset()
         batch = move_data_to_device(batch, self.device)
+        # written responses have none, and all ranks score their samples or none does
+        reads_values = self._engine_reads_values and not stale
+        has_values = reads_values and not any_over_ranks(not batch.has_values)
+        score = self.always_score or scores_needed(
+            self.scorer, self.masks, correction, has_values=has_values
+        )
         if self.reference is not None and self.loss.kl is not None:
             self.loss.kl.reference.follow(self.reference, self.policy)
         with self._forward_context():
@@ -256,9 +288,9 @@ class AgentModule(GuardedModule):
                 normalizer=self.normalizer,
                 importance=self.importance,
                 correction=correction,
-                always_score=self.always_score,
+                score=score,
             )
-        self._adds_scores = not self.preparation.update_called
+        self._adds_scores = not score
         # a minibatch of the update is scored in train mode
         same_mode = not (self._adds_scores and has_dropout(self.policy.bundle.model))
         exact = self._engine is not None and self._engine.exact and self.computes_in_float32

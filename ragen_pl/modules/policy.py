@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ragen_pl.models.adapters import adapter_weights
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.models.packed_rows import can_pack
 from ragen_pl.models.truncation import KeptIds, Truncation
+from ragen_pl.models.value_head import StateCritic
 from ragen_pl.models.vision_parts import vision_weights
 from ragen_pl.modules.empty_steps import LeavesEmptySteps
 from ragen_pl.modules.forward import (
@@ -193,14 +194,6 @@ class PolicyModule(LeavesEmptySteps):
         return build_optimizer(factory, module_groups(self))
 
 
-class ReadsValues(Protocol):
-    """Critic that shares the policy's states."""
-
-    def read(self, hidden: Tensor) -> Tensor:
-        """Return values `[…]` of hidden states `[…, hidden]`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TokenReadout:
     """Reads `TokenScores` of the sampled tokens.
@@ -218,7 +211,7 @@ class TokenReadout:
             restricts the distributions to them; None for none.
     """
 
-    critic: ReadsValues | None = None
+    critic: StateCritic | None = None
     reference: ReferenceStates | None = None
     entropy_gradient: bool = True
     logits_mib: float = LOGITS_MIB

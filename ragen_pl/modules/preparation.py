@@ -40,14 +40,22 @@ KEPT_GIB = 4.0
 _REMEDY = "set trainer.precision=32-true, or resume from an earlier checkpoint"
 
 
-def scores_needed(scorer: Scorer, masks: Masks, correction: Correction | None) -> bool:
+def scores_needed(
+    scorer: Scorer, masks: Masks, correction: Correction | None, *, has_values: bool = False
+) -> bool:
     """Return whether the credit or the update reads scores of the policy or the critic before the update.
 
     Without, the log-probs of the rollout engine are all that the update compares the policy with.
+
+    Args:
+        scorer: Policy, critic and reference.
+        masks: M_loss and M_adv.
+        correction: Correction of the engine's distribution to the trainer's.
+        has_values: Whether the engine has read the critic's values.
     """
     loss = scorer.loss
     return (
-        scorer.critic is not None
+        (scorer.critic is not None and not has_values)
         or scorer.truncation is not None
         or correction is not None
         or masks.observations
@@ -68,7 +76,7 @@ def prepare_batch(
     normalizer: RewardNormalizer | None = None,
     importance: ImportanceStatistics | None = None,
     correction: Correction | None = None,
-    always_score: bool = True,
+    score: bool = True,
 ) -> PreparationStatistics:
     """Fill in masks, values, reference log-probs, advantages and returns.
 
@@ -81,10 +89,11 @@ def prepare_batch(
         normalizer: Normalizer of the episodes' returns.
         importance: Statistics of importance masks, changed in place.
         correction: Correction of the engine's distribution to the trainer's.
-        always_score: Whether the policy scores the samples where only the statistics need it too.
+        score: Whether policy and critic score the samples. Otherwise the samples have values where there is a critic,
+            and nothing else is read of the scores, see `scores_needed`.
 
     Returns:
-        Statistics of log-probs, returns and values, empty where the policy has not scored the samples.
+        Statistics of returns and values, and of log-probs where the policy has scored the samples.
 
     Raises:
         NonFiniteError: A score, a reward, an advantage or a weight is not finite.
@@ -96,7 +105,7 @@ def prepare_batch(
     reference = scorer.vocabulary_reference(samples, batch.images, microbatches=microbatches)
     in_reward = loss.kl is not None and loss.kl.changes_rewards
     scores = None
-    if always_score or scores_needed(scorer, masks, correction):
+    if score:
         scores = _score(batch, scorer, microbatches, reference=reference if in_reward else None)
     if rank() == 0:
         loss.report_rows(rows=len(samples), episodes=len(batch.episodes.turns))
@@ -136,6 +145,8 @@ def prepare_batch(
     write_credit(samples, layout, kept, estimates)
 
     statistics = PreparationStatistics().to(samples.returns.device)
+    if scorer.critic is not None:
+        _add_returns(statistics, samples)
     if scores is None:
         return statistics
     add_scores(statistics, samples, scores)
@@ -237,15 +248,27 @@ def _mean_over_ranks(values: Tensor) -> float:
     return total / max(count, 1.0)
 
 
+def _add_returns(statistics: PreparationStatistics, samples: Samples) -> None:
+    """Add the returns of samples, and their differences from the critic's values, to the statistics of this rank."""
+    credited = samples.advantage_mask
+    returns = samples.returns[credited].double()
+    errors = (samples.returns - samples.values)[credited].double()
+    statistics.update(
+        {
+            "credited": len(returns),
+            "returns": returns.sum(),
+            "returns_square": returns.square().sum(),
+            "errors": errors.sum(),
+            "errors_square": errors.square().sum(),
+        }
+    )
+
+
 def add_scores(statistics: PreparationStatistics, samples: Samples, scores: TokenScores) -> None:
-    """Add samples and their scores by the weights that the update begins with to the statistics of this rank."""
+    """Add log-probs and entropies by the weights that the update begins with to the statistics of this rank."""
     # text that was shown has no log-probs of the engine
     sampled = samples.sampled & (samples.spans != Span.SHOWN)
-    # returns and values are compared where a critic gives values
-    compared = samples.advantage_mask & (scores.values is not None)
     delta = (scores.logprobs.detach() - samples.behavior_logprobs)[sampled].double()
-    returns = samples.returns[compared].double()
-    errors = (samples.returns - samples.values)[compared].double()
     # on a GPU, sums by index depend on the order of threads
     turn, size = samples.turn[sampled].clamp(max=TURNS).cpu(), TURNS + 1
     by_turn = {
@@ -259,11 +282,6 @@ def add_scores(statistics: PreparationStatistics, samples: Samples, scores: Toke
             "mismatch": delta.abs().sum(),
             "mismatch_max": delta.abs().max() if len(delta) else 0.0,
             "mismatch_kl": (delta.exp() - 1 - delta).sum(),
-            "credited": len(returns),
-            "returns": returns.sum(),
-            "returns_square": returns.square().sum(),
-            "errors": errors.sum(),
-            "errors_square": errors.square().sum(),
             "entropy": entropies.sum(),
             "trained": len(entropies),
             **{

@@ -169,4 +169,5 @@ def _cut(generation: Generation, length: int) -> Generation:
         hit_length_limit=False,
         kept_ids=kept_ids,
         kept_counts=kept_counts,
+        values=None if generation.values is None else generation.values[:length],
     )

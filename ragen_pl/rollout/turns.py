@@ -158,6 +158,7 @@ def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult
         history=episode.conversation.history,
         kept_ids=generation.kept_ids,
         kept_counts=generation.kept_counts,
+        response_values=generation.values,
     )
 
 

@@ -1,6 +1,7 @@
 """The step of fixed shapes, which CUDA graphs replay, without a graph: it samples what the plain path samples."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from ragen_pl.engines.in_process.static_step import Inputs, Place, StaticStep
 from ragen_pl.engines.protocol import generate
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.models.truncation import Truncation
+from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 
 STATIC = {"static_step": True, "tokens_per_read": 3}
@@ -195,9 +197,9 @@ def test_a_step_reads_nothing_on_the_host(lm):
     assert counts[0] == counts[1]
 
 
-def on_a_fake_gpu(bundle):
-    """Put tensors without data in the place of a model's weights."""
-    for part in bundle.model.modules():
+def on_a_fake_gpu(bundle, critic):
+    """Put tensors without data in the place of the weights of a model and a critic."""
+    for part in chain(bundle.model.modules(), critic.modules()):
         for name, weight in part._parameters.items():
             if weight is not None:
                 fake = torch.empty(weight.shape, dtype=weight.dtype, device="cuda")
@@ -242,8 +244,10 @@ def test_a_graph_could_hold_all_that_a_step_does(fresh_lm, name, truncation):
     if bundle.images is not None:
         bundle.images.token_types(torch.zeros(1, 1, dtype=torch.int64), shown=False)
     with FakeTensorMode(), torch.no_grad():
-        on_a_fake_gpu(bundle)
+        critic = CriticModule(bundle.hidden_size)
+        on_a_fake_gpu(bundle, critic)
         step = StaticStep(bundle)
+        step.critic = critic
         step.cache.begin(rows=8, slots=100)
         ids = torch.zeros(8, 5, dtype=torch.int64, device="cuda")
         axes = bundle.facts.position_axes
@@ -260,7 +264,8 @@ def test_a_graph_could_hold_all_that_a_step_does(fresh_lm, name, truncation):
         with HostTensors() as host:
             sampled = step.run(Place(8, 256, inputs.slot), parameters, left=1)
     assert host.count > 100 and not host.noted
-    assert sampled.tokens.shape == (8,) and (sampled.kept is None) == (truncation is None)
+    assert sampled.tokens.shape == sampled.values.shape == (8,)
+    assert (sampled.kept is None) == (truncation is None)
 
 
 def test_release_keeps_the_buffers_and_sleep_frees_them(vlm):

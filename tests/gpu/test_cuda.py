@@ -27,6 +27,7 @@ from ragen_pl.models import attention
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.models.packed_rows import packed_states, packs
+from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
@@ -136,7 +137,11 @@ def test_graphs_sample_what_the_model_samples_without_them(name):
     bundle = tiny(name)
     bundle.model.to(DEVICE)
     policy = PolicyModule(bundle).eval()
+    critic = CriticModule(bundle.hidden_size).to(DEVICE)
+    torch.nn.init.normal_(critic.head.layers[-1].weight, std=0.3)
     engines = TransformersEngine(policy, static_step=False), TransformersEngine(policy)
+    for engine in engines:
+        engine.read_values(critic)
     for call in range(3):
         plain, graphs = (
             generate(engine, requests_of(bundle), keep=call == 1) for engine in engines
@@ -144,8 +149,10 @@ def test_graphs_sample_what_the_model_samples_without_them(name):
         for one, other in zip(plain, graphs, strict=True):
             assert one.ids.tolist() == other.ids.tolist()
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+            np.testing.assert_allclose(one.values, other.values, atol=1e-4)
+            assert np.abs(one.values).max() > 1e-3
         with torch.no_grad():
-            for weight in bundle.model.parameters():
+            for weight in (*bundle.model.parameters(), *critic.parameters()):
                 weight.mul_(1.01)
         for engine in engines:
             engine.load_weights(call)

@@ -90,6 +90,7 @@ class Setup:
     weight_decay: float = 0.01
     max_skipped_steps: int = 3
     max_mismatch: float | None = 0.01
+    scoring: str = "needed"
     rewards: tuple[Any, ...] = ()
     frozenlake: dict[str, Any] = field(default_factory=dict)
     # top_p, top_k, min_p
@@ -138,7 +139,9 @@ class Setup:
                 learning_rate_warm_up=self.learning_rate_warm_up, learning_rate_end=0.1
             ),
             update=UpdateSettings(
-                max_skipped_steps=self.max_skipped_steps, max_mismatch=self.max_mismatch
+                max_skipped_steps=self.max_skipped_steps,
+                max_mismatch=self.max_mismatch,
+                scoring=self.scoring,
             ),
             engine=self.engine,
             truncation=proxy.truncation,

@@ -176,6 +176,36 @@ def test_the_variance_that_values_explain_is_logged_with_a_critic(setup_of, esti
     assert ("rollout/explained_variance" in names) == estimator.needs_values
 
 
+class RandomHead(pl.Callback):
+    """Start with a critic whose values are not 0."""
+
+    def on_fit_start(self, trainer, pl_module):
+        random = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            pl_module.critic.head.layers[-1].weight.normal_(std=0.3, generator=random)
+
+
+@pytest.mark.parametrize("window", [1, "all"])
+def test_a_run_is_the_same_with_values_of_the_engine_and_of_a_pass(setup_of, window):
+    found = []
+    for scoring in ("needed", "always"):
+        agent, points, _ = setup_of(window=window, scoring=scoring).fit(RandomHead(), max_epochs=2)
+        # without the pass they are those of the first step
+        first = ("rollout/logprob_mismatch", "rollout/policy_entropy", "time")
+        metrics = [
+            {name: value for name, value in point.items() if not name.startswith(first)}
+            for _, point in points
+        ]
+        tokens = agent.preparation.totals()["tokens"]
+        found.append((tokens, agent.state_dict(), metrics))
+    (tokens, weights, metrics), (others, expected, logged) = found
+    assert 0 < tokens < others
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)
+    assert sum("rollout/explained_variance" in point for point in metrics) == 2
+    for point, other in zip(metrics, logged, strict=True):
+        assert point == pytest.approx(other, rel=1e-4, abs=1e-4, nan_ok=True)
+
+
 def test_rollout_progress_ends_with_all_episodes_done(setup_of):
     seen = []
 

@@ -74,6 +74,27 @@ def count_forwards(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def count_scoring(rank: int, folder: str) -> None:
+    """Prepare a batch whose values the engine has read, then with one on a rank that has none."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    agent = played_agents.build_agent(update=UpdateSettings(tokens_per_forward=120))
+    played = played_agents.play(agent, groups=(1, 5)[rank])
+    passes: list[int] = []
+    for without in (None, 0, 1):
+        calls: list[object] = []
+        hook = agent.policy.model.model.register_forward_pre_hook(
+            lambda *arguments, calls=calls: calls.append(arguments)
+        )
+        batch = collate(played, agent.policy.bundle)
+        assert batch.has_values
+        batch.has_values = rank != without
+        agent.prepare(batch)
+        hook.remove()
+        passes.append(len(calls))
+    Path(folder, f"{rank}.json").write_text(json.dumps(passes))
+    dist.destroy_process_group()
+
+
 def engine_of_first_rank(policy: PolicyModule, **settings: object) -> TransformersEngine:
     """Raise on the second rank."""
     if dist.get_rank():
@@ -98,6 +119,13 @@ def test_an_engine_that_one_rank_cannot_build_ends_all(tmp_path):
     run_two_ranks(build_engine, str(tmp_path))
     errors = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert errors[0] == errors[1] and "memory is full" in errors[0]
+
+
+@pytest.mark.slow
+def test_values_that_one_rank_lacks_are_computed_on_all(tmp_path):
+    run_two_ranks(count_scoring, str(tmp_path))
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second and first[0] == 0 and min(first[1:]) > 1
 
 
 @pytest.mark.slow

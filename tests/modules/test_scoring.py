@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -13,13 +15,14 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.truncation import Truncation
+from ragen_pl.modules.critic import LastValueReadout
 from ragen_pl.modules.losses import KLPlace, ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import TokenReadout
 
 ALWAYS = UpdateSettings(scoring="always")
 READERS = {
-    "critic": {"estimator": BilevelGAE()},
+    "own critic": {"estimator": BilevelGAE(), "own_critic": True},
     "reward": {
         "loss": UpdateLoss(kl=ReferenceKL(coefficient=0.1, place=KLPlace.REWARD, estimator="k1"))
     },
@@ -42,20 +45,88 @@ def prepared(make, **changes):
     observations = agent.masks.observations
     window = "all" if observations else 1
     raw = collate(make.play(agent, window=window), agent.policy.bundle, observations=observations)
-    calls = []
-    agent.policy.register_forward_hook(
-        lambda module, args, kwargs, output: calls.append(kwargs["readout"]), with_kwargs=True
+    with readouts_of(agent) as readouts:
+        batch = agent.prepare(raw)
+    return agent, batch, readouts.count(TokenReadout)
+
+
+@contextmanager
+def readouts_of(agent):
+    """List the types of the readouts of the policy's passes."""
+    found = []
+    hook = agent.policy.register_forward_hook(
+        lambda module, args, kwargs, output: found.append(type(kwargs["readout"])),
+        with_kwargs=True,
     )
-    batch = agent.prepare(raw)
-    return agent, batch, sum(isinstance(readout, TokenReadout) for readout in calls)
+    yield found
+    hook.remove()
 
 
+@pytest.mark.parametrize("critic", [False, True], ids=["alone", "with a critic"])
 @pytest.mark.parametrize("changes", READERS.values(), ids=READERS)
-def test_samples_are_scored_where_scores_are_read(make, changes) -> None:
-    agent, _, passes = prepared(make, **changes)
+def test_samples_are_scored_where_scores_are_read(make, changes, critic) -> None:
+    """A pass that is needed reads the values of a critic too."""
+    changes = changes | ({"estimator": BilevelGAE()} if critic else {})
+    agent, batch, passes = prepared(make, **changes)
     assert passes == 1 and "policy_entropy" in agent.preparation.compute()
+    assert not batch.has_values
     agent, _, passes = prepared(make, **changes, update=ALWAYS)
     assert passes == 1
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+@pytest.mark.parametrize("window", [1, "all"])
+def test_values_of_the_engine_stand_for_a_pass(make, window, images) -> None:
+    """Advantages, returns, losses and gradients are the same; the states after truncated episodes have a pass."""
+    found = []
+    for update in (UpdateSettings(), ALWAYS):
+        agent = make.agent(images=images, update=update)
+        played = [make.cut(one) for one in make.play(agent, window=window)]
+        raw = collate(played, agent.policy.bundle)
+        with readouts_of(agent) as readouts:
+            batch = agent.prepare(raw)
+        assert batch.episodes.bootstrap.abs().min() > 0
+        minibatch = make.minibatch(batch)
+        loss, gradient = make.gradient(agent, [minibatch])
+        found.append((readouts, batch, loss, gradient, agent.preparation.compute()))
+    (readouts, batch, *own), (others, scored, *other) = found
+    assert readouts == [LastValueReadout] and others == [TokenReadout, LastValueReadout]
+    assert batch.has_values and not scored.has_values
+    for name in ("values", "advantages", "returns", "behavior_logprobs"):
+        expected = getattr(scored.samples, name)
+        assert expected.std() > 0.1
+        torch.testing.assert_close(getattr(batch.samples, name), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def written(raw, agent) -> None:
+    raw.has_values = False
+
+
+def bfloat16(raw, agent) -> None:
+    agent.policy.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [written, bfloat16])
+def test_a_pass_reads_the_values_that_the_engine_has_not(make, change) -> None:
+    agent = make.agent()
+    raw = collate(make.play(agent), agent.policy.bundle)
+    expected = raw.samples.values.clone()
+    # what is there is not read
+    raw.samples.values += 1.0
+    change(raw, agent)
+    with readouts_of(agent) as readouts:
+        batch = agent.prepare(raw)
+    assert readouts == [TokenReadout]
+    torch.testing.assert_close(batch.samples.values, expected, rtol=0, atol=0.1)
+
+
+def test_stale_samples_are_scored(make) -> None:
+    agent = make.agent()
+    raw = collate(make.play(agent), agent.policy.bundle)
+    with readouts_of(agent) as readouts:
+        agent.prepare(raw, stale=True)
+    assert readouts == [TokenReadout]
 
 
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)

@@ -14,6 +14,7 @@ from ragen_pl.engines.in_process.memory import DROP_BELOW
 from ragen_pl.engines.in_process.sampling import Sampled, SamplingParameters
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.inputs import run_decoder, token_inputs
+from ragen_pl.models.value_head import StateCritic
 
 
 class Batch(Protocol):
@@ -48,6 +49,7 @@ class GrowingBatch:
         sampling: Parameters of all requests.
         limit: Largest number of tokens of a response.
         keep: Whether the sessions go on.
+        critic: Critic whose values are read; None for none.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class GrowingBatch:
         *,
         limit: int,
         keep: bool,
+        critic: StateCritic | None = None,
     ) -> None:
-        self.bundle, self.held, self.keep = bundle, held, keep
+        self.bundle, self.held, self.keep, self.critic = bundle, held, keep, critic
         self.rows = np.arange(len(held.sessions))
         self._cache, self._sampling, self._positions = held.cache, sampling, held.next_position
         # a cache of states only does not know its length
@@ -90,7 +93,7 @@ class GrowingBatch:
 
     def _sample(self, hidden: Tensor, step: int) -> Sampled:
         uniforms = self._sampling.uniforms[:, step]
-        sampled = self._sampling.sample(self.bundle.lm_head(hidden), uniforms)
+        sampled = self._sampling.sample_in(hidden, uniforms, bundle=self.bundle, critic=self.critic)
         self._tokens = sampled.tokens
         return sampled
 

@@ -49,6 +49,7 @@ from ragen_pl.models.inputs import (
     run_decoder,
     shown_patches,
 )
+from ragen_pl.models.value_head import StateCritic
 
 # shortest common prefix of all prompts, in tokens, that is computed once for all
 _SHARE_FROM = 16
@@ -101,6 +102,7 @@ class TransformersEngine(InProcessRules):
         self._static_wanted = problem is None if static_step is None else static_step
         self._static_everywhere = bool(static_step)
         self._static = StaticStep(self.bundle, anticipates=cache_bytes is None)
+        self._critic: StateCritic | None = None
         self.version = -1
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
@@ -153,6 +155,10 @@ class TransformersEngine(InProcessRules):
         """Drop keys, values and features of older weights; the weights themselves are the trainer's."""
         self.version = version
         self.release()
+
+    def read_values(self, critic: StateCritic | None) -> None:
+        """Fill in the values of all later responses; see `ReadsValues`."""
+        self._critic = self._static.critic = critic
 
     def release(self) -> None:
         """Forget all sessions and pending requests."""
@@ -353,7 +359,9 @@ class TransformersEngine(InProcessRules):
         if held.cache is self._static.cache:
             batch = StaticBatch(self._static, held, sampling, limit=max(limits), keep=keep)
         else:
-            batch = GrowingBatch(bundle, held, sampling, limit=max(limits), keep=keep)
+            batch = GrowingBatch(
+                bundle, held, sampling, limit=max(limits), keep=keep, critic=self._critic
+            )
         # the ids that a token is truncated to are of any number: none waits on the device
         per_read = 1 if sampling.truncations else self._tokens_per_read(device)
         for step in range(max(limits)):

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ragen_pl.engines.protocol import Generation, GenerationRequest
+from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import draw, entropy, log_distribution
 from ragen_pl.models.truncation import BANNED, Truncation
+from ragen_pl.models.value_head import StateCritic
 from ragen_pl.seeding import uniforms
 
 
@@ -30,11 +32,14 @@ class Sampled(NamedTuple):
     """Of the distributions, `[rows]`."""
     kept: Tensor | None
     """bool `[rows, vocab]`, ids that a row is truncated to, none in a row that keeps all; None without truncation."""
+    values: Tensor | None = None
+    """float32 `[rows]`, a critic's values of the states that the tokens are sampled in; None without a critic."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
         """Return them changed, tensor by tensor."""
-        kept = None if self.kept is None else change(self.kept)
-        return Sampled(change(self.tokens), change(self.logprobs), change(self.entropies), kept)
+        tokens, logprobs, entropies, *others = self
+        kept, values = (each if each is None else change(each) for each in others)
+        return Sampled(change(tokens), change(logprobs), change(entropies), kept, values)
 
 
 @dataclass(slots=True)
@@ -77,6 +82,20 @@ class SamplingParameters:
             banned=banned,
             truncations=_truncations(requests, device),
         )
+
+    def sample_in(
+        self, hidden: Tensor, uniforms: Tensor, *, bundle: ModelBundle, critic: StateCritic | None
+    ) -> Sampled:
+        """Sample a token of each row in a state, and read the critic's value of the state.
+
+        Args:
+            hidden: `[rows, hidden]`, the decoder's states at the tokens before.
+            uniforms: float64 `[rows]`.
+            bundle: Model with the head.
+            critic: Critic; None for no values.
+        """
+        sampled = self.sample(bundle.lm_head(hidden), uniforms)
+        return sampled if critic is None else sampled._replace(values=critic.read(hidden))
 
     def sample(self, logits: Tensor, uniforms: Tensor) -> Sampled:
         """Sample a token of each row. Nothing is read from the device.
@@ -138,7 +157,7 @@ class Responses:
         self.hit_length_limit = np.zeros(len(limits), dtype=bool)
         self._rows: list[np.ndarray] = []
         self._tokens: list[np.ndarray] = []
-        # log-probs and entropies stay on the device until the end
+        # log-probs, entropies and values stay on the device until the end
         self._statistics: list[Tensor] = []
         # of the tokens since the last read
         self._unread: list[tuple[Tensor, Tensor | None]] = []
@@ -152,7 +171,8 @@ class Responses:
         """
         self._rows.append(rows)
         self._unread.append((sampled.tokens, sampled.kept))
-        self._statistics.append(torch.stack([sampled.logprobs, sampled.entropies]))
+        statistics = (sampled.logprobs, sampled.entropies, sampled.values)
+        self._statistics.append(torch.stack([each for each in statistics if each is not None]))
 
     def read(self) -> np.ndarray:
         """Read the tokens that were added since the last read: the only time that the host waits for the device.
@@ -195,10 +215,11 @@ class Responses:
         rows = np.concatenate(self._rows)
         columns = np.repeat(np.arange(len(self._rows)), [len(ids) for ids in self._tokens])
         shape = (len(self.length), len(self._rows))
-        ids, statistics = np.zeros(shape, dtype=np.int64), np.zeros((2, *shape), dtype=np.float32)
+        ids = np.zeros(shape, dtype=np.int64)
         ids[rows, columns] = np.concatenate(self._tokens)
-        values = torch.cat(self._statistics, dim=1).float().cpu().numpy()
-        statistics[:, rows, columns] = values
+        of_tokens = torch.cat(self._statistics, dim=1).float().cpu().numpy()
+        statistics = np.zeros((len(of_tokens), *shape), dtype=np.float32)
+        statistics[:, rows, columns] = of_tokens
         return [
             Generation(
                 ids=ids[row, :length].copy(),
@@ -206,6 +227,7 @@ class Responses:
                 entropy=float(statistics[1, row, :length].mean()),
                 hit_length_limit=bool(self.hit_length_limit[row]),
                 version=version,
+                values=statistics[2, row, :length].copy() if len(statistics) > 2 else None,
                 **self._kept_of(row),
             )
             for row, length in enumerate(self.length.tolist())

@@ -29,6 +29,7 @@ from ragen_pl.engines.in_process.memory import (
 from ragen_pl.engines.in_process.sampling import Sampled, SamplingParameters
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.inputs import added_to_scores, run_decoder, token_inputs
+from ragen_pl.models.value_head import StateCritic
 
 # tokens that may still be sampled, below which a graph is not worth its capture of one to two plain steps
 _CAPTURE_FROM = 8
@@ -213,11 +214,15 @@ class StaticStep:
     Args:
         bundle: Model.
         anticipates: Whether calls have room for the longest sessions that were seen, which then keep their graphs.
+
+    Attributes:
+        critic: Critic whose values are read; None for none. It may change between calls.
     """
 
     def __init__(self, bundle: ModelBundle, *, anticipates: bool = True) -> None:
         self.bundle = bundle
         self.anticipates = anticipates
+        self.critic: StateCritic | None = None
         self.longest = 0
         self.cache = StaticCache()
         self.inputs: Inputs | None = None
@@ -263,7 +268,9 @@ class StaticStep:
     def prepared(self) -> Inputs:
         """Return the inputs of a call whose prompts are computed. Graphs of tensors that have moved are dropped."""
         model, buffers = self.bundle.model, self.cache.buffers()
-        read = chain(model.parameters(), model.buffers(), buffers)
+        # with a critic or without one, there are other addresses
+        head = () if self.critic is None else self.critic.parameters()
+        read = chain(model.parameters(), model.buffers(), buffers, head)
         addresses = [tensor.data_ptr() for tensor in read]
         if addresses != self._addresses:
             self.forget_graphs()
@@ -331,7 +338,9 @@ class StaticStep:
             states = run_decoder(
                 self.bundle, fed, cache=self.cache, shared_slots=self.cache.shared_slots
             )
-        sampled = parameters.sample(self.bundle.lm_head(states[:, 0]), inputs.draws[:rows])
+        sampled = parameters.sample_in(
+            states[:, 0], inputs.draws[:rows], bundle=self.bundle, critic=self.critic
+        )
         tokens.copy_(sampled.tokens)
         positions.add_(1)
         inputs.slot.add_(1)
@@ -376,8 +385,8 @@ class StaticBatch:
 
     def first(self, hidden: Tensor) -> Sampled:
         """Sample the first tokens; see `Batch`."""
-        logits = self._step.bundle.lm_head(hidden)
-        sampled = self._sampling.sample(logits, self._sampling.uniforms[:, 0])
+        step, uniforms = self._step, self._sampling.uniforms[:, 0]
+        sampled = self._sampling.sample_in(hidden, uniforms, bundle=step.bundle, critic=step.critic)
         self._inputs.tokens[: len(self.rows)] = sampled.tokens
         return sampled
 
