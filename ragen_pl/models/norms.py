@@ -111,9 +111,7 @@ def own_norms(model: nn.Module) -> Iterator[None]:
             forward.norm.forward = forward
 
 
-def _normed(
-    hidden: Tensor, weight: Tensor, eps: float, *, offset: float, kernel: Kernel
-) -> Tensor:
+def _normed(hidden: Tensor, weight: Tensor, eps: float, *, offset: float, kernel: Kernel) -> Tensor:
     if offset:
         # a weight near 0 is added to the offset before it is rounded
         normed = kernel(hidden.float(), weight.shape, offset + weight.float(), eps)

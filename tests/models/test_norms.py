@@ -88,7 +88,9 @@ def test_scores_and_gradients_are_those_of_the_models_own_norms(name: str) -> No
         scores = policy(batch.samples, batch.images)
         (scores.logprobs.sum() + scores.entropy.sum()).backward()
         gradients = {
-            name: weight.grad for name, weight in policy.named_parameters() if weight.grad is not None
+            name: weight.grad
+            for name, weight in policy.named_parameters()
+            if weight.grad is not None
         }
         return scores.logprobs.detach(), gradients
 
@@ -137,7 +139,7 @@ def test_a_norm_is_known_by_what_it_computes(norm: nn.Module, count: int) -> Non
 
 def test_a_norm_whose_forward_was_replaced_is_left() -> None:
     norm = RMSNorm()
-    norm.forward = replaced = lambda hidden: hidden  # type: ignore[method-assign,assignment]
+    norm.forward = replaced = lambda hidden: hidden  # type: ignore[method-assign]
     assert fuse_norms(norm) == 0
     assert norm.forward is replaced
 
