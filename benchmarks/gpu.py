@@ -52,6 +52,7 @@ from ragen_pl.memory.named import named_config
 from ragen_pl.memory.plan import plan_memory
 from ragen_pl.memory.workload import Workload
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.norms import own_norms
 from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
@@ -269,10 +270,11 @@ def _generate(bundle: ModelBundle, bench: Bench, count: int) -> None:
     ids = torch.randint(100, 200, (bench.rows, bench.prompt), device=bench.device)
     # as a process of transformers alone has it; the trainer switches it off
     torch.backends.cuda.enable_cudnn_sdp(True)
-    bundle.model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
-        do_sample=True, top_k=0, pad_token_id=0,
-    )  # fmt: skip
+    with own_norms(bundle.model):
+        bundle.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
+            do_sample=True, top_k=0, pad_token_id=0,
+        )  # fmt: skip
 
 
 # ---- update

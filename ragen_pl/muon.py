@@ -8,15 +8,20 @@ large as one of AdamW, and both share a learning rate. Embeddings, heads, norms,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 HIDDEN = "hidden"
 """Key of a parameter group: whether its weights are hidden matrices, see `hidden_matrices`."""
+
+STACK_SIZE = 2**24
+"""Numbers in matrices that are orthogonalized together: 64 MiB in float32."""
 
 
 class MuonAdamW(Optimizer):
@@ -94,9 +99,10 @@ class MuonAdamW(Optimizer):
 
 
 class _Muon(Muon):
-    """torch's Muon, with Newton-Schulz steps in float32 on a CPU.
+    """torch's Muon on stacks of matrices of one shape, with Newton-Schulz steps in float32 on a CPU.
 
-    Without instructions for bfloat16 a processor takes ten times as long for products in it.
+    A GPU waits for the kernels of small matrices one by one. A CPU without instructions for bfloat16 takes ten times as
+    long for products in it.
     """
 
     @torch.no_grad()
@@ -104,19 +110,43 @@ class _Muon(Muon):
         """Step the matrices that have a gradient; return the closure's result."""
         loss = evaluated(closure)
         for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            for weight in weights:
                 state = self.state[weight]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
-                mean = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-                direction = orthogonalized(weight.grad.lerp(mean, momentum))
-                weight.mul_(1 - lr * group["weight_decay"])
-                # the root mean square of a step is about that of AdamW
-                weight.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(weight.shape)))
+            for stack in _stacks(weights):
+                self._step(stack, group)
         return loss
+
+    def _step(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """Step matrices of one shape and device."""
+        lr, momentum = group["lr"], group["momentum"]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        means = [self.state[weight]["momentum_buffer"] for weight in weights]
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        if len(weights) == 1:
+            directions = [orthogonalized(gradients[0].lerp(means[0], momentum))]
+        else:
+            stack = torch.stack(torch._foreach_lerp(gradients, means, momentum))
+            directions = [*orthogonalized(stack)]
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        for weight, direction in zip(weights, directions, strict=True):
+            # the root mean square of a step is about that of AdamW
+            weight.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(weight.shape)))
+
+
+def _stacks(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield matrices of one shape together, up to `STACK_SIZE`; a sharded or a larger one alone."""
+    alike = defaultdict(list)
+    for weight in weights:
+        if isinstance(weight, DTensor):
+            yield [weight]
+        else:
+            alike[weight.shape, weight.device, weight.dtype].append(weight)
+    for matrices in alike.values():
+        count = max(1, STACK_SIZE // matrices[0].numel())
+        yield from (matrices[start : start + count] for start in range(0, len(matrices), count))
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
@@ -131,21 +161,25 @@ def orthogonalized(matrix: Tensor, *, steps: int = 5) -> Tensor:
     """Return about the nearest semi-orthogonal matrix, by Newton-Schulz iteration.
 
     Args:
-        matrix: Any matrix, sharded ones included.
+        matrix: Any matrix, sharded ones included, or several of one shape, `[count, rows, columns]`.
         steps: Steps of the quintic iteration of Jordan et al. (2024), whose coefficients leave singular values between
             0.7 and 1.2.
 
     Returns:
-        A matrix of the same shape, in float32 on a CPU and in bfloat16 elsewhere.
+        A matrix of the same shape, or several, in float32 on a CPU and in bfloat16 elsewhere.
     """
-    wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    is_tall = matrix.size(-2) > matrix.size(-1)
+    wide = matrix.mT if is_tall else matrix
     wide = wide.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
-    wide = wide / wide.norm().clamp(min=1e-7)
+    several = matrix.ndim == 3
+    norm = wide.norm(dim=(1, 2), keepdim=True) if several else wide.norm()
+    wide = wide / norm.clamp(min=1e-7)
+    add_product = torch.baddbmm if several else torch.addmm
     for _ in range(steps):
-        gram = wide @ wide.T
-        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        wide = torch.addmm(wide, polynomial, wide, beta=3.4445)
-    return wide.T if matrix.size(0) > matrix.size(1) else wide
+        gram = wide @ wide.mT
+        polynomial = add_product(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        wide = add_product(wide, polynomial, wide, beta=3.4445)
+    return wide.mT if is_tall else wide
 
 
 def hidden_matrices(module: nn.Module) -> set[Tensor]:

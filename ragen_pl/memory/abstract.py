@@ -163,6 +163,26 @@ def _attend_as_planned(bundle: ModelBundle, *, on_gpu: bool) -> None:
         vision._attn_implementation = _PACKED_ON_GPU
 
 
+class NormWithoutData(torch.autograd.Function):
+    """Allocates the tensors of PyTorch's kernel of RMS norms on a GPU, without their values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float
+    ) -> Tensor:
+        """Return an output like `hidden`; keep the inputs and a factor of each row."""
+        factors = hidden.new_empty((*hidden.shape[: -len(shape)], 1), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, factors)
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+        """Return gradients of the input and of the weights."""
+        hidden, weight, _factors = ctx.saved_tensors
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        return torch.empty_like(hidden), None, of_weight, None
+
+
 def _attention_at_once(
     module: nn.Module,
     query: Tensor,

@@ -22,13 +22,19 @@ from torch.utils._pytree import tree_leaves
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.engines.protocol import EngineMemory, RolloutSizes
-from ragen_pl.memory.abstract import FakeMode, abstract_pretrained, without_data
+from ragen_pl.memory.abstract import (
+    FakeMode,
+    NormWithoutData,
+    abstract_pretrained,
+    without_data,
+)
 from ragen_pl.memory.live_memory import LiveMemory
 from ragen_pl.memory.workload import Workload
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.images import HELD_BYTES
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
+from ragen_pl.models.norms import fuse_norms
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.separate_gradients import SeparateGradients
 from ragen_pl.optimizers import OptimizerFactory, fuse
@@ -57,11 +63,22 @@ def abstract_bundle(cfg: DictConfig) -> ModelBundle:
     Raises:
         UnknownSizesError: The sizes of the model are known to the hub only.
     """
+    on_gpu = is_for_gpu(cfg)
     if is_pretrained(cfg):
-        on_gpu = choose_accelerator(cfg.trainer.accelerator) != "cpu"
-        return abstract_pretrained(plain(cfg.model), on_gpu=on_gpu)
-    with torch.device("meta"):
-        return build_bundle(cfg)
+        bundle: ModelBundle = abstract_pretrained(plain(cfg.model), on_gpu=on_gpu)
+    else:
+        with torch.device("meta"):
+            bundle = build_bundle(cfg)
+    if on_gpu:
+        fuse_norms(bundle.model, kernel=NormWithoutData.apply)
+    return bundle
+
+
+def is_for_gpu(cfg: DictConfig) -> bool:
+    """Return whether memory is planned for a GPU: with `trainer.accelerator=auto` also for any `memory.device_gb`."""
+    name = cfg.trainer.accelerator
+    is_elsewhere = name == "auto" and cfg.memory.device_gb is not None
+    return is_elsewhere or choose_accelerator(name) != "cpu"
 
 
 def abstract_agent(cfg: DictConfig) -> AgentModule:

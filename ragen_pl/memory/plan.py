@@ -28,6 +28,7 @@ from ragen_pl.memory.dry_run import (
     count_prefill,
     count_update,
     engine_memory,
+    is_for_gpu,
     is_pretrained,
     size_of,
 )
@@ -35,7 +36,7 @@ from ragen_pl.memory.workload import Workload, rows_at_once, workload_of
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.forward import SHARED_BYTES
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.run.build import choose_accelerator, plain
+from ragen_pl.run.build import plain
 from ragen_pl.run.strategy_rules import is_fsdp2, shard_size
 
 Count = TypeVar("Count")
@@ -375,18 +376,11 @@ def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
-def is_for_gpu(cfg: DictConfig) -> bool:
-    """Return whether the plan is for a GPU: with `trainer.accelerator=auto` also for any `memory.device_gb`."""
-    name = cfg.trainer.accelerator
-    is_elsewhere = name == "auto" and cfg.memory.device_gb is not None
-    return is_elsewhere or choose_accelerator(name) != "cpu"
-
-
 def device_of(cfg: DictConfig) -> Device | None:
     """Return the memory of a device: `memory.device_gb`, that of the run's GPUs, or what the machine has free."""
     if cfg.memory.device_gb is not None:
         return Device(f"a device of {cfg.memory.device_gb:g} GB", int(cfg.memory.device_gb * 1e9))
-    if choose_accelerator(cfg.trainer.accelerator) != "cpu":
+    if is_for_gpu(cfg):
         gpus = gpu_memory(_own_gpus(cfg.trainer.devices))
         if not gpus:
             return None

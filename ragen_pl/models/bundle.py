@@ -21,6 +21,7 @@ from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.facts import ModelFacts, backbone_of
 from ragen_pl.models.images import ImageEncoder
 from ragen_pl.models.logit_scale import LogitScale
+from ragen_pl.models.norms import fuse_norms
 from ragen_pl.models.processor_inputs import on_device, own_inputs, taken_by, text_inputs
 from ragen_pl.models.template_source import template_source
 from ragen_pl.models.tool_template import NoToolsError, ToolTemplate
@@ -66,8 +67,9 @@ class ModelBundle:
     _templates: dict[str, ChatTemplate] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Measure the scale of the logits before the weights are sharded or left out."""
+        """Measure the scale of the logits before the weights are sharded or left out, and fuse norms."""
         self._logit_scale = LogitScale.of(self.model, backbone_of(self.model))
+        fuse_norms(self.model)
 
     @cached_property
     def facts(self) -> ModelFacts:

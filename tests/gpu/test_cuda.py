@@ -17,6 +17,7 @@ from composing import composed
 from family_models import MODELS, tiny
 from lightning.pytorch.utilities import move_data_to_device
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
@@ -26,6 +27,7 @@ from ragen_pl.memory.workload import workload_of
 from ragen_pl.models import attention
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
+from ragen_pl.models.norms import own_norms
 from ragen_pl.models.packed_rows import packed_states, packs
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
@@ -211,6 +213,53 @@ def test_packed_rows_are_as_near_to_float32_as_padded_rows(name):
     exact = run_decoder(bundle, inputs)[kept]
     errors = [float((each - exact).norm() / exact.norm()) for each in (packed, padded)]
     assert errors[0] < 1.5 * errors[1] + 1e-3
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations with a result of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3", "gemma3"])
+def test_norms_in_one_kernel_are_as_exact_as_those_of_several(name):
+    """In bfloat16, states and gradients against those of the same rounded weights in float32."""
+    bundle = tiny(name)
+    ids = torch.randint(5, 60, (3, 40), generator=torch.Generator().manual_seed(0))
+    ids[ids == bundle.image_token_id] = 7
+    inputs = DecoderInputs(ids=ids.to(DEVICE))
+    model = bundle.model.to(DEVICE, torch.bfloat16)
+    norms = [part for part in bundle.decoder.modules() if "forward" in vars(part)]
+    assert norms
+
+    def update():
+        model.zero_grad()
+        with Launches() as launched:
+            states = run_decoder(bundle, inputs)
+        states.float().pow(3).sum().backward()
+        gradients = [norm.weight.grad.float() for norm in norms]
+        return launched.count, [states.detach().float(), *gradients]
+
+    fewer, fused = update()
+    with own_norms(model):
+        more, several = update()
+        model.float()
+        _, exact = update()
+    assert fewer <= more - 3 * len(norms)
+    errors = [
+        sum(
+            float((one - other).norm() / other.norm())
+            for one, other in zip(each, exact, strict=True)
+        )
+        for each in (fused, several)
+    ]
+    assert errors[0] < 1.2 * errors[1]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

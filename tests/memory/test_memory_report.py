@@ -13,9 +13,11 @@ from rich.console import Console
 
 from ragen_pl.config import ConfigError
 from ragen_pl.machine import GPUMemory, gpu_memory
+from ragen_pl.memory import dry_run
 from ragen_pl.memory import plan as memory_plan
+from ragen_pl.memory.dry_run import is_for_gpu
 from ragen_pl.memory.live_memory import LiveMemory
-from ragen_pl.memory.plan import Sharding, device_of, is_for_gpu, plan_memory
+from ragen_pl.memory.plan import Sharding, device_of, plan_memory
 from ragen_pl.memory.remedies import remedies
 from ragen_pl.memory.report import check_memory, show_plan
 from ragen_pl.models.build import build_small_lm
@@ -32,7 +34,7 @@ def gpu_plan(monkeypatch, folder, *overrides: str, free: int = 80):
             for index in indices or range(8)
         ]
 
-    monkeypatch.setattr(memory_plan, "choose_accelerator", lambda name: "cuda")
+    monkeypatch.setattr(dry_run, "choose_accelerator", lambda name: "cuda")
     monkeypatch.setattr(memory_plan, "gpu_memory", answer)
     cfg = on_cpu("env=frozenlake", *LOADED, f"model.build.path={folder}", *overrides)
     return cfg, device_of(cfg), asked
@@ -151,6 +153,17 @@ def test_a_plan_counts_the_step_of_the_kernels_that_a_gpu_runs(
     assert plan.phases[-1].parts["step"] == pytest.approx(share * plan.trained * 4, rel=0.01)
 
 
+def test_a_plan_counts_what_norms_keep_on_a_gpu(folder, monkeypatch):
+    """The input, which is a state that other operations keep too, and a number for each row."""
+    cfg = on_cpu("env=frozenlake", "algorithm=grpo", *LOADED, f"model.build.path={folder}", HALF)
+    peaks = {}
+    for name in ("cpu", "cuda"):
+        monkeypatch.setattr(dry_run, "choose_accelerator", lambda _, name=name: name)
+        (parts,) = (phase.parts for phase in plan_memory(cfg).phases if phase.name == "update")
+        peaks[name] = sum(parts.get(kind, 0) for kind in ("activations", "head", "gradients"))
+    assert peaks["cuda"] < 0.9 * peaks["cpu"]
+
+
 def test_the_memory_of_another_device_is_planned_as_that_of_a_gpu(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     overrides = ("env=frozenlake", *LOADED, f"model.build.path={folder}")
@@ -203,7 +216,7 @@ def test_the_copy_of_vllm_is_planned(folder, monkeypatch):
     half = plan_memory(on_cpu(*overrides, *vllm, "rollout.engine.dtype=bfloat16")).phases
     assert half[0].parts["vLLM"] == pytest.approx(weights // 2 + 1_000_000, rel=1e-3)
     # on a GPU it is a share of the device, which sleeps in other phases
-    monkeypatch.setattr(memory_plan, "choose_accelerator", lambda name: "cuda")
+    monkeypatch.setattr(dry_run, "choose_accelerator", lambda name: "cuda")
     phases = plan_memory(on_cpu(*overrides, "rollout/engine=vllm", "memory.device_gb=10")).phases
     assert phases[0].parts["vLLM"] == int(0.4 * 10e9)
     assert all("vLLM" not in phase.parts for phase in phases[1:])

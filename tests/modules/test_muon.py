@@ -12,7 +12,9 @@ from module_process import run_two_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ragen_pl import muon
 from ragen_pl.models.build import build_small_vlm
 from ragen_pl.muon import MuonAdamW, hidden_matrices, orthogonalized
 from ragen_pl.optimizers import build_optimizer, module_groups, schedule_by_iteration
@@ -84,6 +86,59 @@ def test_steps_are_those_of_torch_but_for_its_bfloat16() -> None:
     steps(theirs, torch.optim.Muon(theirs.parameters(), **settings), range(4))
     moved = (theirs.weight - before).norm()
     assert (ours.weight - theirs.weight).norm() < 0.02 * moved > 0.0
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices, and the largest number of values in their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+            self.count, self.largest = self.count + 1, max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("size", "products", "largest"),
+    [
+        # shapes: [6, 4] five times, [4, 6] and [4, 4] once
+        (None, 3, 5 * 24),
+        # two matrices fit
+        (48, 3 + 2, 2 * 24),
+        # not even one fits
+        (5, 7, 24),
+    ],
+)
+def test_matrices_of_one_shape_are_stepped_together(size, products, largest, monkeypatch) -> None:
+    if size is not None:
+        monkeypatch.setattr(muon, "STACK_SIZE", size)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 4), (4, 6), (6, 4), (4, 4), (6, 4), (6, 4), (6, 4), (6, 4)]
+    together = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    alone = copy.deepcopy(together)
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = MuonAdamW([{"params": together, "hidden": True}], **settings)
+    others = [MuonAdamW([{"params": [weight], "hidden": True}], **settings) for weight in alone]
+    for step in range(3):
+        for number, (weight, other) in enumerate(zip(together, alone, strict=True)):
+            gradient = torch.randn(weight.shape, generator=generator)
+            # one of them had no part in the first loss
+            weight.grad = other.grad = None if (step, number) == (0, 7) else gradient
+        with Products() as counted:
+            optimizer.step()
+        for each in others:
+            each.step()
+        if step == 0:
+            assert (counted.count, counted.largest) == (3 * 5 * products, largest)
+    for weight, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-6)
+    means = [optimizer.state[weight]["momentum_buffer"] for weight in together]
+    for weight, other, mean in zip(alone, others, means, strict=True):
+        torch.testing.assert_close(mean, other.state[weight]["momentum_buffer"])
 
 
 def test_a_loaded_state_goes_on_as_if_it_had_never_stopped() -> None:
