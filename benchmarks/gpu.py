@@ -12,6 +12,8 @@ Each step is a process of its own and takes up to a minute:
 - `gpu_80gb`, `gpu_24gb`: iterations of the presets with short responses: the peak of memory in each phase beside that
   of the plan (`python -m ragen_pl.doctor`), and the seconds from the last iteration to the last validation. For
   `gpu_24gb`, the process may use 24 GB of the GPU.
+- `head`: log-probs of a vocabulary of 152k and their gradients, beside those of Liger and cut cross-entropy where they
+  are installed.
 - `main_job`: `python -m ragen_pl.fit env=frozenlake_visual` from start to end.
 
 The weights are random, so no model is downloaded. The tokenizer is the small model's, and the vocabulary has the real
@@ -28,7 +30,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,6 +59,7 @@ from ragen_pl.memory.workload import Workload
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.norms import own_norms
 from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
+from ragen_pl.modules.forward import LOGITS_MIB, score_states
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
 from ragen_pl.run.train import quieten, train
@@ -328,6 +334,88 @@ def flops_of_a_position(cfg: DictConfig, shape: Microbatch) -> float:
     return counter.get_total_flops() / shape.length
 
 
+# ---- head
+
+HEAD = (16_384, 151_936, 2048)
+"""Tokens, vocabulary and width of the head that is timed."""
+
+
+def head(bench: Bench) -> None:
+    """Time log-probs of a head and their gradients, ours beside the fused kernels of other packages.
+
+    Each token's log-prob has a weight of its own, as in a policy loss. Errors are relative, of 256 tokens against
+    float32.
+    """
+    tokens, vocabulary, width = HEAD
+    generator = torch.Generator(bench.device).manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device=bench.device)
+    hidden = draw(tokens, width).bfloat16().requires_grad_()
+    weight = (draw(vocabulary, width) / width**0.5).bfloat16().requires_grad_()
+    targets = torch.randint(
+        vocabulary, (tokens,), generator=generator, device=bench.device, dtype=torch.int64
+    )
+    weights = draw(tokens)
+    few = slice(0, min(256, tokens))
+    exact = hidden[few].detach().float().requires_grad_()
+    logprobs = (exact @ weight.detach().float().T).log_softmax(-1)
+    expected = logprobs.gather(-1, targets[few, None])[:, 0]
+    (expected * weights[few]).sum().backward()
+    for name, score in _heads(vocabulary, bench.device).items():
+        seconds = []
+        for _ in range(4):
+            hidden.grad = weight.grad = None
+            bench.reset_peak()
+            began = bench.synchronized()
+            found = score(hidden, weight, targets)
+            (found * weights).sum().backward()
+            seconds.append(bench.synchronized() - began)
+        assert hidden.grad is not None and exact.grad is not None
+        errors = [
+            float((own.detach().float() - other.detach()).norm() / other.detach().norm())
+            for own, other in ((found[few], expected), (hidden.grad[few], exact.grad))
+        ]
+        print(
+            f"head: {name}: {tokens:,} tokens x {vocabulary:,}: {1000 * min(seconds):.0f} ms, peak {bench.peak()}, "
+            f"error of log-probs {errors[0]:.1e}, of gradients {errors[1]:.1e}",
+            flush=True,
+        )
+
+
+Scores = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _heads(vocabulary: int, device: str) -> dict[str, Scores]:
+    """Return functions of hidden states, the head's weights and tokens that return log-probs, by name."""
+
+    def ours(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        model = SimpleNamespace(
+            lm_head=lambda states: states @ weight.T,
+            banned=lambda device: torch.zeros(0, dtype=torch.int64, device=device),
+        )
+        ones = torch.ones(len(tokens), device=hidden.device)
+        chunk = max(1, int(LOGITS_MIB) * 2**20 // (4 * vocabulary))
+        scores = score_states(model, hidden, tokens, temperature=ones, chunk=chunk, recompute=True)  # type: ignore[arg-type]
+        return scores.logprobs
+
+    found: dict[str, Scores] = {"ours, with entropies": ours}
+    # their kernels are Triton's
+    if device == "cuda" and find_spec("liger_kernel"):
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        found["Liger"] = lambda hidden, weight, tokens: (
+            -liger_fused_linear_cross_entropy(
+                hidden, weight, tokens, reduction="none", accum_dtype=torch.float32
+            )
+        )
+    if device == "cuda" and find_spec("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["cut cross-entropy"] = lambda hidden, weight, tokens: (
+            -linear_cross_entropy(hidden, weight, tokens, reduction="none")
+        )
+    return found
+
+
 # ---- runs
 
 
@@ -393,6 +481,7 @@ def main_job(bench: Bench) -> None:
 STEPS: dict[str, Callable[[Bench], None]] = {
     "sampling": sampling,
     **{name: lambda bench, name=name: update(bench, name) for name in UPDATES},  # type: ignore[misc]
+    "head": head,
     "gpu_80gb": lambda bench: preset(bench, "gpu_80gb"),
     "gpu_24gb": lambda bench: preset(bench, "gpu_24gb", limit_gb=24.0),
     "main_job": main_job,

@@ -39,6 +39,11 @@ def bench(folder, size):
         ("update_text", TEXT, [r" 0 images: [\d,]+ tokens/s .* first [\d.]+ s"]),
         ("update_lora", TEXT, [r" 0 images: [\d,]+ tokens/s .* peak not measured"]),
         (
+            "head",
+            TEXT,
+            [r"ours, with entropies: 64 tokens x 300: \d+ ms, .* log-probs [\d.]+e-0[34]"],
+        ),
+        (
             "gpu_80gb",
             IMAGES,
             [
@@ -54,6 +59,7 @@ def test_all_figures_of_a_step_are_printed(step, size, patterns, tmp_path, capsy
     for name, (overrides, shape, aim) in gpu.UPDATES.items():
         fewer = replace(shape, length=300, sampled=20)
         monkeypatch.setitem(gpu.UPDATES, name, (overrides, fewer, aim))
+    monkeypatch.setattr(gpu, "HEAD", (64, 300, 32))
     monkeypatch.syspath_prepend(str(Path(gpu.__file__).parent))
     gpu.STEPS[step](bench(tmp_path, size))
     printed = capsys.readouterr().out
