@@ -334,24 +334,21 @@ def module_name(group: ParameterGroup) -> str:
 
 
 def schedule_by_iteration(
-    optimizer: Optimizer, *, iterations: int | None, warm_up: int, end: float, constant: float = 0.0
+    optimizer: Optimizer, *, iterations: int | None, warm_up: int, end: float
 ) -> LambdaLR:
-    """Return a schedule that is stepped after each iteration: a linear rise, times a linear decay to the run's end.
+    """Return a schedule that is stepped after each iteration: a linear rise, times a linear decay over the run.
 
     Args:
         optimizer: Optimizer.
         iterations: Number of iterations; -1 for a run without a last one, which has no decay.
         warm_up: Number of first iterations of the rise, the last of which has the full learning rate.
         end: Factor of the learning rate at the end of the decay.
-        constant: Fraction of the iterations before the decay begins.
     """
     last = max(1, iterations or 1)
     fallen = 1.0 if iterations == -1 else end
-    first = constant * last
 
     def factor(iteration: int) -> float:
         rise = min(1.0, (iteration + 1) / max(1, warm_up))
-        decayed = min(1.0, max(0.0, iteration - first) / max(1.0, last - first))
-        return rise * (1.0 - (1.0 - fallen) * decayed)
+        return rise * (1.0 - (1.0 - fallen) * min(1.0, iteration / last))
 
     return LambdaLR(optimizer, [factor] * len(optimizer.param_groups))

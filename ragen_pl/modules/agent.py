@@ -342,7 +342,6 @@ class AgentModule(GuardedModule):
         return {
             "learning_rate_warm_up": self.optimization.learning_rate_warm_up,
             "learning_rate_end": self.optimization.learning_rate_end,
-            "learning_rate_constant": self.optimization.learning_rate_constant,
             "trainer.max_epochs": -1 if iterations is None else iterations,
         }
 
@@ -354,7 +353,6 @@ class AgentModule(GuardedModule):
             iterations=self.trainer.max_epochs,
             warm_up=self.optimization.learning_rate_warm_up,
             end=self.optimization.learning_rate_end,
-            constant=self.optimization.learning_rate_constant,
         )
         return {
             "optimizer": optimizer,

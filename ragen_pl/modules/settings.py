@@ -21,14 +21,12 @@ class OptimizationSettings:
 
     Attributes:
         learning_rate_end: learning rate at the last iteration as a fraction of the highest, with a linear decay.
-        learning_rate_constant: fraction of the iterations before the decay, which have the highest learning rate.
         learning_rate_warm_up: number of first iterations over which the learning rate rises linearly.
         master_weights: keep float32 copies of trained weights in bfloat16; false where the optimizer keeps its own.
         decay_vectors: apply the optimizer's weight decay to norms and biases too.
     """
 
     learning_rate_end: Fraction = 0.03
-    learning_rate_constant: Fraction = 0.0
     learning_rate_warm_up: Annotated[int, Ge(0), Note("iterations")] = 0
     master_weights: bool = True
     decay_vectors: bool = False

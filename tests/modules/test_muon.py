@@ -167,21 +167,6 @@ def test_a_schedule_reaches_both_parts() -> None:
         assert torch.equal(ours, other)
 
 
-@pytest.mark.parametrize(
-    ("constant", "expected"),
-    [(0.0, [1.0, 0.8, 0.6, 0.4, 0.2, 0.2]), (0.5, [1.0, 1.0, 1.0, 0.6, 0.2, 0.2])],
-)
-def test_the_decay_of_the_learning_rate_begins_after_a_constant_part(constant, expected) -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule = schedule_by_iteration(optimizer, iterations=4, warm_up=0, end=0.2, constant=constant)
-    rates = []
-    for _ in expected:
-        rates.append(optimizer.param_groups[0]["lr"] / 2.0)
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx(expected)
-
-
 def test_weights_in_bfloat16_are_stepped_as_float32_copies() -> None:
     module = network().bfloat16()
     optimizer = build_optimizer(MUON, module_groups(module, "policy"))
