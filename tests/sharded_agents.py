@@ -142,7 +142,8 @@ def build(case: Case, models: list[Any] | None = None) -> AgentModule:
         change=change,
         loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1, **case.kl)),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
-        update=UpdateSettings(tokens_per_forward=120),
+        # weights that are sharded have their values by a pass
+        update=UpdateSettings(tokens_per_forward=120, scoring="always"),
         engine=engine,
         **case.agent,
     )

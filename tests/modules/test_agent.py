@@ -10,6 +10,7 @@ import torch
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.data.collate import collate
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
@@ -60,7 +61,7 @@ def test_value_of_a_token_does_not_depend_on_the_token(make):
 def test_trainer_and_engine_log_probs_agree(make):
     for changes in ({}, {"images": True}):
         for window in (1, "all"):
-            agent = make.agent(**changes)
+            agent = make.agent(**changes, update=UpdateSettings(scoring="always"))
             make.batch(agent, window=window)
             metrics = agent.preparation.compute()
             assert metrics["logprob_mismatch_max"] < 1e-4

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ragen_pl.data.collate import collate
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.images import ImageEncoder, content_key
 from ragen_pl.modules import forward
 from ragen_pl.modules.critic import LastValueReadout
@@ -34,7 +35,7 @@ def shown(trajectories) -> set[bytes]:
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_members_of_a_group_share_their_images_in_rollout_scoring_and_update(make, encoded, window):
-    agent = make.agent(images=True)
+    agent = make.agent(images=True, update=UpdateSettings(scoring="always"))
     trajectories = make.play(agent, groups=2, members=4, window=window)
     assert len(encoded) == len(set(encoded))
     contents = shown(trajectories)
