@@ -259,7 +259,7 @@ def test_norms_in_one_kernel_are_as_exact_as_those_of_several(name):
         )
         for each in (fused, several)
     ]
-    assert errors[0] < 1.2 * errors[1]
+    assert errors[0] < 1.3 * errors[1]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
