@@ -305,16 +305,15 @@ class ImageEncoder:
         The whole processor also tokenizes a text for each image, which takes longer than the pixels of a small one.
         """
         shape = images[0].shape
-        if self._read_alone.get(shape, False):
-            return self._for_the_model(self._image_outputs(images))
-        inputs = self.inputs([[image] for image in images])
         # one image does not tell whether a dimension counts images or sequences
         if shape not in self._read_alone and len(images) > 1:
-            self._read_alone[shape] = self._reads_alone(images, inputs)
-        return inputs
+            self._read_alone[shape] = self._reads_alone(images[:2])
+        if self._read_alone.get(shape, False):
+            return self._for_the_model(self._image_outputs(images))
+        return self.inputs([[image] for image in images])
 
-    def _reads_alone(self, images: Sequence[np.ndarray], inputs: Mapping[str, Tensor]) -> bool:
-        """Return whether the image processor alone gives these inputs for the images."""
+    def _reads_alone(self, images: Sequence[np.ndarray]) -> bool:
+        """Return whether the image processor alone gives the inputs of the whole processor for these images."""
         if "image_processor" not in self.processor.get_attributes():
             return False
         try:
@@ -322,6 +321,7 @@ class ImageEncoder:
         # it need not take images without text, and may raise anything
         except Exception:
             return False
+        inputs = self.inputs([[image] for image in images])
         return alone.keys() == inputs.keys() and all(
             torch.equal(alone[name], value) for name, value in inputs.items()
         )
