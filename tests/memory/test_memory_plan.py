@@ -108,17 +108,19 @@ def measured_update(cfg) -> int:
 # bfloat16 is slow on processors without instructions for it
 FEW = ("rollout.groups=2",)
 CASES = {
-    "critic and divergence": ("env=frozenlake", "algorithm=trico", *SMALL),
-    "images": ("env=frozenlake_visual", "algorithm=grpo", *SMALL),
+    "critic and divergence": ("env=frozenlake", "algorithm=trico", *SMALL, "rollout.groups=32"),
+    "images": ("env=frozenlake_visual", "algorithm=grpo", *SMALL, "rollout.groups=4"),
     "adapters": ("env=frozenlake", "algorithm=grpo", "+model.build.lora.r=8", HALF, *LOADED, *FEW),
-    "own critic": ("env=frozenlake", "algorithm=starpo", "algorithm.critic=own", *SMALL),
-    "accumulated": ("env=frozenlake", "algorithm=grpo", "trainer.accumulate_grad_batches=2", *SMALL),
+    "own critic": ("env=frozenlake", "algorithm=starpo", "algorithm.critic=own", *SMALL, "rollout.groups=32"),
+    "accumulated": (
+        "env=frozenlake", "algorithm=grpo", "trainer.accumulate_grad_batches=2", *SMALL, "rollout.groups=4",
+    ),
     "microbatches": (
         "env=frozenlake", "algorithm=grpo", "update.tokens_per_microbatch=400",
         "update.gradient_checkpointing=true", *SMALL,
     ),
-    "whole history": ("env=frozenlake", "algorithm=grpo", "context.window=all", *SMALL),
-    "eager": ("env=frozenlake", "algorithm=grpo", "model.build.attn_implementation=eager", *LOADED),
+    "whole history": ("env=frozenlake", "algorithm=grpo", "context.window=all", *SMALL, "rollout.groups=4"),
+    "eager": ("env=frozenlake", "algorithm=grpo", "model.build.attn_implementation=eager", *LOADED, "rollout.groups=4"),
     "mixed precision": ("env=frozenlake", "algorithm=grpo", "trainer.precision=bf16-mixed", *LOADED, *FEW),
     "bfloat16 weights": ("env=frozenlake", "algorithm=grpo", HALF, *LOADED, *FEW),
     "experts": ("env=frozenlake", "algorithm=grpo", *LOADED, *FEW),
