@@ -122,6 +122,11 @@ def table(curves: Mapping[tuple[str, int], Curve]) -> str:
 def paired(curves: Mapping[tuple[str, int], Curve]) -> str:
     """Return a Markdown table of the differences to the first algorithm, paired by seed; empty for less than two."""
     first, *others = dict.fromkeys(name for name, _ in curves)
+    readings: list[Callable[[Curve], float]] = [
+        lambda run: float(run.success[-1]),
+        _area,
+        lambda run: run.sampled,
+    ]
     lines = [
         f"| less {first}, by seed | seeds | final | mean over time | sampled |",
         "|---|---|---|---|---|",
@@ -131,11 +136,6 @@ def paired(curves: Mapping[tuple[str, int], Curve]) -> str:
         pairs = [(curves[algorithm, seed], curves[first, seed]) for seed in seeds]
         if not pairs:
             continue
-        readings: list[Callable[[Curve], float]] = [
-            lambda run: float(run.success[-1]),
-            _area,
-            lambda run: run.sampled,
-        ]
         cells = [
             _with_interval(*interval([read(own) - read(other) for own, other in pairs]), sign="+")
             for read in readings

@@ -59,7 +59,7 @@ from ragen_pl.memory.workload import Workload
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.norms import own_norms
 from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
-from ragen_pl.modules.forward import LOGITS_MIB, score_states
+from ragen_pl.modules.forward import LOGITS_MIB, score_states, tokens_per_chunk
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
 from ragen_pl.run.train import quieten, train
@@ -360,7 +360,7 @@ def head(bench: Bench) -> None:
     logprobs = (exact @ weight.detach().float().T).log_softmax(-1)
     expected = logprobs.gather(-1, targets[few, None])[:, 0]
     (expected * weights[few]).sum().backward()
-    for name, score in _heads(vocabulary, bench.device).items():
+    for name, score in _heads(bench.device).items():
         seconds = []
         for _ in range(4):
             hidden.grad = weight.grad = None
@@ -384,16 +384,17 @@ def head(bench: Bench) -> None:
 Scores = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _heads(vocabulary: int, device: str) -> dict[str, Scores]:
+def _heads(device: str) -> dict[str, Scores]:
     """Return functions of hidden states, the head's weights and tokens that return log-probs, by name."""
 
     def ours(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         model = SimpleNamespace(
+            model=SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight)),
             lm_head=lambda states: states @ weight.T,
             banned=lambda device: torch.zeros(0, dtype=torch.int64, device=device),
         )
         ones = torch.ones(len(tokens), device=hidden.device)
-        chunk = max(1, int(LOGITS_MIB) * 2**20 // (4 * vocabulary))
+        chunk = tokens_per_chunk(model, LOGITS_MIB)  # type: ignore[arg-type]
         scores = score_states(model, hidden, tokens, temperature=ones, chunk=chunk, recompute=True)  # type: ignore[arg-type]
         return scores.logprobs
 

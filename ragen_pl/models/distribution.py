@@ -183,7 +183,7 @@ def _draw_small(probs: Tensor, fraction: Tensor) -> Tensor:
 
 
 def _draw_large(probs: Tensor, fraction: Tensor) -> Tensor:
-    """Return what `_draw_small` returns, but for the rounding of the sums, by way of sums of blocks.
+    """Return the token of `_draw_small`, up to the rounding of the sums, from sums of blocks.
 
     A cumulative sum of a whole vocabulary in float64 takes a GPU as long as two layers of a model.
     """

@@ -123,7 +123,8 @@ def _normed(hidden: Tensor, weight: Tensor, eps: float, *, offset: float, kernel
 
 def _may_be_norm(module: nn.Module) -> bool:
     """Return whether a module has one vector of weights and nothing else, and maps one tensor."""
-    weights = dict(module.named_parameters())
+    # a module with others inside would list all weights of a model, again at each level
+    weights = dict(module.named_parameters(recurse=False))
     return (
         [*weights] == ["weight"]
         and weights["weight"].ndim == 1

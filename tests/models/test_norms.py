@@ -59,7 +59,7 @@ class Gated(RMSNorm):
         return normed if gate is None else normed * gate
 
 
-class Refusing(RMSNorm):
+class RaisingNorm(RMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         raise TypeError("expected indices")
 
@@ -125,7 +125,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_norms(name: str) -> No
         (RMSNorm(dtype=torch.float32), 0),
         (RMSNorm(center=True), 0),
         (Gated(), 0),
-        (Refusing(), 0),
+        (RaisingNorm(), 0),
         (nn.LayerNorm(16), 0),
         (nn.LayerNorm(16, bias=False), 0),
         (nn.PReLU(16), 0),

@@ -112,7 +112,7 @@ def test_a_pass_reads_the_values_that_the_engine_has_not(make, change) -> None:
     agent = make.agent()
     raw = collate(make.play(agent), agent.policy.bundle)
     expected = raw.samples.values.clone()
-    # what is there is not read
+    # the pass replaces them
     raw.samples.values += 1.0
     change(raw, agent)
     with readouts_of(agent) as readouts:

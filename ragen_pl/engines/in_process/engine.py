@@ -102,7 +102,6 @@ class TransformersEngine(InProcessRules):
         self._static_wanted = problem is None if static_step is None else static_step
         self._static_everywhere = bool(static_step)
         self._static = StaticStep(self.bundle, anticipates=cache_bytes is None)
-        self._critic: StateCritic | None = None
         self.version = -1
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
@@ -158,7 +157,7 @@ class TransformersEngine(InProcessRules):
 
     def read_values(self, critic: StateCritic | None) -> None:
         """Fill in the values of all later responses; see `ReadsValues`."""
-        self._critic = self._static.critic = critic
+        self._static.critic = critic
 
     def release(self) -> None:
         """Forget all sessions and pending requests."""
@@ -360,7 +359,7 @@ class TransformersEngine(InProcessRules):
             batch = StaticBatch(self._static, held, sampling, limit=max(limits), keep=keep)
         else:
             batch = GrowingBatch(
-                bundle, held, sampling, limit=max(limits), keep=keep, critic=self._critic
+                bundle, held, sampling, limit=max(limits), keep=keep, critic=self._static.critic
             )
         # the ids that a token is truncated to are of any number: none waits on the device
         per_read = 1 if sampling.truncations else self._tokens_per_read(device)
