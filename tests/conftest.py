@@ -19,6 +19,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would reach for a model hub fa
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure when it happens, which a run that is cut off would not show."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed in {report.when}:\n{report.longreprtext}", flush=True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _account(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep the key that signs settings away from the user's own."""

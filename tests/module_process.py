@@ -37,6 +37,7 @@ FORKS.set_forkserver_preload(
         "mlflow.store.tracking.sqlalchemy_store",
         "mlflow.pyfunc.context",
         "IPython",
+        "tests.composed_in_advance",
     ]
 )
 
