@@ -153,7 +153,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+    "qwen3_5_moe": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen4_exp": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    **{
+        name: {"text_config": {"rope_parameters": MROPE}}
+        for name in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl")
+    },
+    "glm4v_moe": {"text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "hidden_size": 32, "expand": 2, "chunk_size": 8},
     "ernie4_5_vl_moe": {
         "text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 2]}, "moe_intermediate_size": [16, 16],
