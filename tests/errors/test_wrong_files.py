@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# the run is a copy
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
+
 
 @pytest.fixture
 def go_on(fit, tiny, run):
