@@ -136,13 +136,14 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
     if ckpt:
         name = (_value(overrides, "env.name") or shipped["env"]["name"]) if env else None
         checkpoint = find_checkpoint(ckpt, root=root, name=name, run_dir=run_dir)
-        has_run = bool(checkpoint.settings())
+        trained = checkpoint.settings()
+        has_run = bool(trained)
         if not has_run and not checkpoint.is_folder and not (model and env):
             raise ConfigError(
                 f"ckpt={checkpoint.path}: no run's config.yaml next to it; set paths.run_dir=… of the run, or "
                 "env=… and model=…"
             )
-        _apply_checkpoint(settings, checkpoint, keep_env=env is not None)
+        _apply_checkpoint(settings, checkpoint, trained, keep_env=env is not None)
     if model:
         with_model = _composed([*chosen, f"model={model}"], args=args)
         settings["model"] = _plain(with_model)["model"]
@@ -211,15 +212,17 @@ def _default_settings(shipped: Settings) -> Settings:
     }
 
 
-def _apply_checkpoint(settings: Settings, checkpoint: Checkpoint, *, keep_env: bool) -> None:
+def _apply_checkpoint(
+    settings: Settings, checkpoint: Checkpoint, trained: Settings, *, keep_env: bool
+) -> None:
     """Replace default settings by those of a checkpoint.
 
     Args:
         settings: settings to change.
         checkpoint: the checkpoint.
+        trained: its own settings, empty if its run is unknown.
         keep_env: whether the command line chose the environment.
     """
-    trained = checkpoint.settings()
     if trained:
         _apply_run(settings, trained, keep_env=keep_env)
     if checkpoint.is_folder:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,21 +25,30 @@ from ragen_pl.constraints import Count, Fraction, Positive, problem, validated
 EVALUATION = ("endpoint", "validation_sets")  # groups of evaluate.yaml, not of fit.yaml
 
 
+# groups of fit.yaml whose options are composed together, one of each group
+TOGETHER = ("env", "algorithm", "learning_rate", "logger", "model", "trainer", "warm_start")
+
+
 def shipped_configs() -> list[tuple[str, str]]:
-    """Each command with each option of each of its groups."""
-    options = [("fit", ""), ("evaluate", ""), ("export", "")]
+    """Each command, and each option of each group."""
+    configs = [("fit", ""), ("evaluate", ""), ("export", "")]
+    together: dict[str, list[str]] = {group: [] for group in TOGETHER}
     for file in sorted(config_dir().glob("*/*.yaml")):
         group = file.parent.name
-        command = "evaluate" if group in EVALUATION else "fit"
         option = f"{group}={file.stem}"
-        # a model without images needs an environment of text
-        more = " env=frozenlake" if option.startswith("model=small_lm") else ""
-        if option == "env=openenv":
-            more = " env.kwargs.urls=[http://127.0.0.1:8000]"
-        if group == "validation_sets" and file.stem != "held_out":
-            more = f" env={file.stem}"
-        options.append((command, f"{option}{more}"))
-    return options
+        if option.startswith("model=small_lm"):
+            # a model without images needs an environment of text
+            configs.append(("fit", f"{option} env=frozenlake"))
+        elif option == "env=openenv":
+            together[group].append(f"{option} env.kwargs.urls=[http://127.0.0.1:8000]")
+        elif group in TOGETHER:
+            together[group].append(option)
+        elif group == "validation_sets" and file.stem != "held_out":
+            configs.append(("evaluate", f"{option} env={file.stem}"))
+        else:
+            configs.append(("evaluate" if group in EVALUATION else "fit", option))
+    rows = zip_longest(*together.values(), fillvalue="")
+    return configs + [("fit", " ".join(filter(None, row))) for row in rows]
 
 
 @pytest.mark.parametrize(("command", "override"), shipped_configs(), ids=" ".join)

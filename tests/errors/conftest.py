@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import signal
 import sys
 from dataclasses import dataclass
@@ -10,13 +12,18 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from ragen_pl.evaluation import settings
 
 HERE = Path(__file__).parent
 QUICK = (
     "logger=none",
     "callbacks.progress=null",
     "callbacks.trajectories=null",
+    "callbacks.plots=null",
     "trainer.max_epochs=1",
     "warm_start.steps=2",
     "warm_start.episodes=4",
@@ -24,6 +31,35 @@ QUICK = (
     "validation.episodes=2",
     "validation.blank=false",
 )
+# with `env=frozenlake`: a model and episodes as small as a run can have
+TINY = (
+    "env=frozenlake",
+    "env.max_turns=2",
+    "rollout.max_response_tokens=24",
+    "++model.build.text.hidden_size=32",
+    "++model.build.text.intermediate_size=64",
+    "++model.build.text.num_hidden_layers=1",
+    "validation.baselines=null",
+)
+compose_shipped = settings._composed
+
+
+@functools.cache
+def shipped(overrides: tuple[str, ...]) -> DictConfig:
+    """Return the settings of a run that starts anew."""
+    return compose_shipped(list(overrides), args=get_args_parser().parse_args([]))
+
+
+@pytest.fixture
+def composed_once(monkeypatch):
+    """Compose the shipped settings that commands lay those of a folder over once, which takes most of their time."""
+    monkeypatch.setattr(settings, "_composed", lambda overrides, *, args: shipped(tuple(overrides)))
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[str, ...]:
+    """Arguments of a run that is as short as can be."""
+    return TINY
 
 
 @dataclass
@@ -72,6 +108,20 @@ def command(tmp_path, monkeypatch, capsys):
         return Result(code, printed.err, printed.out)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """An empty folder for the run that the tests copy."""
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
+@pytest.fixture
+def run(fit, trained, tmp_path) -> Path:
+    """The folder of a short run of the arguments TINY."""
+    if not trained.exists():
+        assert fit(*TINY, f"paths.run_dir={trained}").code == 0
+    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 @pytest.fixture

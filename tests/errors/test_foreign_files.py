@@ -18,15 +18,10 @@ from ragen_pl.run import trust
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("composed_once"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
 ]
-TINY = (
-    "env=frozenlake",
-    "++model.build.text.hidden_size=32",
-    "++model.build.text.intermediate_size=64",
-    "validation.baselines=null",
-)
 EVALUATE = ("mlflow=false", "validation.episodes=2", "trajectories=false", "device=cpu")
 
 
@@ -38,20 +33,6 @@ class Hostile:
 
     def __reduce__(self) -> tuple:
         return os.makedirs, (str(self.mark), 0o777, True)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder for the run that the tests copy."""
-    return tmp_path_factory.mktemp("trained") / "run"
-
-
-@pytest.fixture
-def run(fit, trained, tmp_path) -> Path:
-    """The folder of a short run."""
-    if not trained.exists():
-        assert fit(*TINY, f"paths.run_dir={trained}").code == 0
-    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 @pytest.fixture
@@ -67,7 +48,9 @@ def mark(tmp_path) -> Path:
     return tmp_path / "mark"
 
 
-def commands(run: Path, command: Callable, fit: Callable) -> dict[str, Callable]:
+def commands(
+    run: Path, command: Callable, fit: Callable, tiny: tuple[str, ...]
+) -> dict[str, Callable]:
     """Return the commands that read a run's last checkpoint, by name."""
     ckpt = f"ckpt={run}"
     return {
@@ -75,10 +58,10 @@ def commands(run: Path, command: Callable, fit: Callable) -> dict[str, Callable]
         "play": lambda *more: command("play", ckpt, "save=null", "device=cpu", *more),
         "export": lambda *more: command("export", ckpt, "to=exported", *more),
         "go on": lambda *more: fit(
-            *TINY, f"paths.run_dir={run}", "ckpt_path=last", "trainer.max_epochs=2", *more
+            *tiny, f"paths.run_dir={run}", "ckpt_path=last", "trainer.max_epochs=2", *more
         ),
         "begin with it": lambda *more: fit(
-            *TINY, f"warm_start.weights={run}/checkpoints/last.ckpt", "paths.run_dir=new", *more
+            *tiny, f"warm_start.weights={run}/checkpoints/last.ckpt", "paths.run_dir=new", *more
         ),
     }
 
@@ -95,7 +78,7 @@ def sharded(run: Path) -> Path:
     return folder
 
 
-def test_no_file_of_a_checkpoint_runs_code(run, command, fit, mark):
+def test_no_file_of_a_checkpoint_runs_code(run, command, fit, tiny, mark):
     folder, last = sharded(run), run / "checkpoints" / "last.ckpt"
     last.with_name("best.ckpt").unlink()  # no other checkpoint can be taken instead
     listed, shard = folder / ".metadata", folder / "__0_0.distcp"
@@ -107,7 +90,7 @@ def test_no_file_of_a_checkpoint_runs_code(run, command, fit, mark):
     for file, write in hostile.items():
         whole = file.read_bytes()
         write()
-        calls = commands(run, command, fit)
+        calls = commands(run, command, fit, tiny)
         # these three read it in one place
         for name in calls if file == listed else calls.keys() - {"play", "export"}:
             message = calls[name]().refused()
@@ -116,15 +99,15 @@ def test_no_file_of_a_checkpoint_runs_code(run, command, fit, mark):
         file.write_bytes(whole)
     # they are read as they were
     for name in ("evaluate", "go on"):
-        result = commands(run, command, fit)[name]()
+        result = commands(run, command, fit, tiny)[name]()
         assert result.code == 0, (name, result.stderr)
 
 
-def test_an_object_of_a_callback_is_read_where_its_author_is_trusted(run, command, fit, mark):
+def test_an_object_of_a_callback_is_read_where_its_author_is_trusted(run, command, fit, tiny, mark):
     last = run / "checkpoints" / "last.ckpt"
     saved = torch.load(last)
     torch.save({**saved, "mine": Hostile(mark)}, last)
-    call = commands(run, command, fit)["go on"]
+    call = commands(run, command, fit, tiny)["go on"]
     message = call().refused()
     assert "holds os.makedirs, which is neither a tensor nor plain data" in message
     assert message.endswith("give another checkpoint, or set trust=true if you trust its author")

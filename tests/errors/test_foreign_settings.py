@@ -29,6 +29,7 @@ from ragen_pl.run.outbox import RefusedError
 from ragen_pl.run.replaying import read_settings
 from ragen_pl.run.train import open_run
 
+pytestmark = pytest.mark.usefixtures("composed_once")
 # arguments that name what is started, imported, opened or asked, of whatever class
 REACHING = {
     "command", "function", "tasks", "verifier", "variables", "models", "host", "urls", "url", "uri", "path", "file",

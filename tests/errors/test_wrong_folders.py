@@ -35,8 +35,8 @@ def test_a_wrong_file_of_the_users_is_refused(fit, tmp_path, name, text, message
     assert re.search(message, line)
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(fit, tmp_path):
-    overrides = ("env=frozenlake", "paths.run_dir=mine", "validation.baselines=null")
+def test_a_folder_that_holds_a_run_is_not_written_over(fit, tiny, tmp_path):
+    overrides = (*tiny, "paths.run_dir=mine")
     config = tmp_path / "mine" / "config.yaml"
     config.parent.mkdir()
     config.write_text("seed: 1\n")  # as a run that was refused leaves it

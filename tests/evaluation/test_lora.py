@@ -16,10 +16,16 @@ from ragen_pl.models.build import build_small_lm
 from ragen_pl.run.train import train
 
 pytestmark = pytest.mark.slow
-TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
 SMALL = (
     "env=frozenlake", "env.invalid_ends=false", "env.max_turns=3", "curriculum=null", "model=pretrained",
-    "model.build.lora={r: 8, lora_alpha: 16}", "rollout.groups=8", "validation.episodes=12",
+    "model.build.lora={r: 8, lora_alpha: 16}", "rollout.groups=4", "rollout.max_response_tokens=16",
+    "validation.episodes=6", "validation.baselines=null",
     "optimizer.lr=2e-3", "warm_start.steps=40", "warm_start.episodes=64", "warm_start.optimizer.lr=2e-2",
     "trainer.max_epochs=2", "update.epochs=1", "callbacks.progress=null", "callbacks.trajectories=null", "logger=none",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from composing import composed, evaluation_config
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import ConfigError, config_dir
-from ragen_pl.config.references import references_in
+from ragen_pl.config.references import references_in, references_of_environment
 from ragen_pl.evaluation.validation_sets import validation_settings
 
 NAMES = sorted(file.stem for file in (config_dir() / "env").glob("*.yaml"))
@@ -99,6 +99,16 @@ def test_overrides_arrive_at_every_setting_that_refers_to_them(name: str, tmp_pa
 def test_the_file_with_references_is_known() -> None:
     assert with_references() == ["program"]
     assert set(references(composed("env=program", checked=False)).values()) == set(OTHER)
+
+
+def test_references_of_a_base_are_found(tmp_path: Path) -> None:
+    """Also where neither the file nor the one that it names has any."""
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "middle.yaml").write_text("defaults: [program]\n")
+    (tmp_path / "env" / "mine.yaml").write_text("defaults: [middle]\nenv: {target: mine.Env}\n")
+    program = composed("env=program", checked=False).env.target
+    found = references_of_environment("mine.Env", [tmp_path])
+    assert found and found == references_of_environment(program, [])
 
 
 def test_what_a_run_set_itself_does_not_follow(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -58,15 +59,22 @@ def make_run(root: Path, name: str, time: str, *, best: bool = False, **env: obj
     return run
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    make_run(tmp_path, "frozenlake", "2026-01-01_10-00-00", best=True, size=5)
-    make_run(tmp_path, "frozenlake", "2026-01-02_10-00-00", size=6)
-    late = make_run(tmp_path, "mine", "2026-01-03_10-00-00")
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs without weights, which the tests copy."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder, "frozenlake", "2026-01-01_10-00-00", best=True, size=5)
+    make_run(folder, "frozenlake", "2026-01-02_10-00-00", size=6)
+    late = make_run(folder, "mine", "2026-01-03_10-00-00")
     (late / "mlflow_run.json").write_text(
         json.dumps({"run_id": RUN_ID, "tracking_uri": "sqlite://"})
     )
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path: Path, runs: Path) -> Path:
+    return Path(shutil.copytree(runs, tmp_path, dirs_exist_ok=True))
 
 
 def test_ckpt_finds_its_run(root: Path) -> None:
@@ -264,10 +272,10 @@ def test_validation_sets_change_the_environment_and_count_held_out_states(root: 
 
 
 def test_sampling_depends_on_the_number_of_samples(root: Path) -> None:
-    run = f"ckpt={root}/frozenlake/2026-01-02_10-00-00"
+    trained = resolved(f"ckpt={root}/frozenlake/2026-01-02_10-00-00")
 
     def sampling(*arguments: str) -> SamplingSettings:
-        return read_node(SamplingSettings, evaluation_config(run, *arguments))
+        return read_node(SamplingSettings, composed(*trained, *arguments, command="evaluate"))
 
     assert (sampling().is_greedy, sampling().pass_ks) == (True, [])
     eight = sampling("samples=8")

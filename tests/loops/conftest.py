@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
 from rollouts_ahead import ahead_of, rollout_ahead, run_ahead  # noqa: F401 - fixtures
-from tiny_models import TEXT
+from tiny_models import TEXT as TWO_LAYERS
 
 import envs  # noqa: F401
 from envs.policies import NoisyPolicy
@@ -38,6 +38,7 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 
 torch.set_num_threads(1)
+TEXT = TWO_LAYERS | {"num_hidden_layers": 1}
 FROZENLAKE = {"target": "ragen/FrozenLake-v0", "max_turns": 3, "kwargs": {"min_distance": 1}}
 QUIET = {
     "accelerator": "cpu",
@@ -111,15 +112,15 @@ class Setup:
         proxy, validation_proxy = (
             AgentProxy(
                 environments=EnvironmentManager(
-                    **(FROZENLAKE | {"invalid_ends": False} | self.frozenlake)
+                    **(FROZENLAKE | {"invalid_ends": False} | self.frozenlake | turns)
                 ),
                 context=context,
                 max_response_tokens=16,
                 num_envs=num_envs,
                 **self.truncation,
             )
-            # a validation of two batches
-            for num_envs in (256, 2)
+            # a validation of two batches of one turn
+            for num_envs, turns in ((256, {}), (2, {"max_turns": 1}))
         )
         needs_critic = self.estimator.needs_values
         own = self.bundle(seed=3) if self.own_critic else None

@@ -45,7 +45,8 @@ class SlowEngine(CopyEngine):
         if in_background():
             if self.go is not None and time.monotonic() > self.last:
                 raise TimeoutError("no step of the optimizer beside this rollout")
-            if self.go is None or not self.go.acquire(blocking=False):
+            # a wait, since a loop without one slows down the training that it waits for
+            if self.go is None or not self.go.acquire(timeout=0.05):
                 return []
         return super().collect(wait=wait)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 from fnmatch import fnmatchcase
 
 import lightning.pytorch as pl
@@ -55,7 +56,8 @@ def same(first, second):
 
 
 def run(setup_of, folder, *callbacks, epochs=4, **changes):
-    setup = setup_of(trainer={"default_root_dir": str(folder)})
+    """Run iterations without validations, of which the callbacks read nothing."""
+    setup = setup_of(trainer={"default_root_dir": str(folder), "limit_val_batches": 0})
     return setup.fit(*callbacks, max_epochs=epochs, **changes)
 
 
@@ -109,7 +111,7 @@ class SilentEngine(TransformersEngine):
 def test_entropy_is_the_trainers_where_the_engine_reports_none(setup_of, tmp_path):
     def entropies(**changes):
         setup = setup_of(trainer={"default_root_dir": str(tmp_path)}, **changes)
-        _, points, _ = setup.fit(Diagnostics(prompts=0), max_epochs=2)
+        _, points, _ = setup.fit(Diagnostics(prompts=0), max_epochs=2, limit_val_batches=0)
         logged = [point for _, point in points if "diagnostics/entropy" in point]
         return [point["diagnostics/entropy"] for point in logged]
 
@@ -137,26 +139,27 @@ def test_think_accuracy_is_compared_with_the_first_iteration(setup_of, tmp_path)
     assert [event["iteration"] for event in watch.events] == [3]
 
 
-@pytest.mark.parametrize("moment", ["on_rollout_end", "on_train_epoch_end"])
-def test_resumed_run_ends_with_the_same_diagnostics(setup_of, tmp_path, moment):
+def test_resumed_run_ends_with_the_same_diagnostics(setup_of, tmp_path):
     """Including diagnostics from before the checkpoint, wherever it was written."""
 
     class Save(RolloutCallback):
-        def save(self, trainer, *args):
+        def on_rollout_end(self, trainer, *args):
             if trainer.current_epoch == 1:
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+                trainer.save_checkpoint(tmp_path / "rollout.ckpt")
 
-    def read(**changes):
-        settings = {"probe_every_n_iterations": 10, "prompts": 4, "first": 1}
-        saver = Save()
-        if not changes:
-            setattr(saver, moment, saver.save)
-        _, _, trainer = run(setup_of, tmp_path, Diagnostics(**settings), saver, **changes)
+        def on_train_epoch_end(self, trainer, *args):
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "iteration.ckpt")
+
+    def read(*callbacks, **changes):
+        diagnostics = Diagnostics(probe_every_n_iterations=10, prompts=4, first=1)
+        _, _, trainer = run(setup_of, tmp_path, diagnostics, *callbacks, epochs=3, **changes)
         return {n: float(v) for n, v in trainer.callback_metrics.items() if "diagnostics" in n}
 
-    whole = read()
-    assert read(ckpt_path=str(tmp_path / "middle.ckpt")) == whole
+    whole = read(Save())
     assert "diagnostics/mutual_information" in whole
+    for name in ("rollout", "iteration"):
+        assert read(ckpt_path=str(tmp_path / f"{name}.ckpt")) == whole, name
 
 
 def test_warning_names_the_diagnostic_and_the_run_continues(setup_of, tmp_path, caplog):
@@ -188,9 +191,7 @@ def test_rollback_restores_weights_and_optimizer_and_continues(setup_of, tmp_pat
     monkeypatch.setattr(RolloutDataModule, "drop_ahead", lambda self: dropped.append(self))
     broken, after = Break(), Break(iteration=-1)
     watch = monitor("rollback")
-    agent, _, trainer = run(
-        setup_of, tmp_path, Diagnostics(prompts=0), broken, watch, after, epochs=5
-    )
+    agent, _, trainer = run(setup_of, tmp_path, Diagnostics(prompts=0), broken, watch, after)
     assert watch.good is not None and watch.rollbacks == 1
     assert "rolled weights and optimizer back to iteration 2" in watch.events[0]["done"]
     assert len(dropped) == 1
@@ -198,7 +199,7 @@ def test_rollback_restores_weights_and_optimizer_and_continues(setup_of, tmp_pat
     # In each iteration, `broken` is called before the monitor and `after` after it.
     assert not same(broken.weights[2], broken.weights[1])
     assert same(after.weights[2], broken.weights[1]) and after.steps[2] == broken.steps[1]
-    assert broken.valid[3] > 0.05 and trainer.current_epoch == 5
+    assert broken.valid[3] > 0.05 and trainer.current_epoch == 4
     assert not same(agent.state_dict(), broken.weights[1])
 
 
@@ -212,16 +213,16 @@ def test_rollback_keeps_the_learning_rate_of_schedule_and_mitigation(setup_of, t
 
     def rates(*callbacks):
         seen = Rates()
-        run(setup_of, tmp_path, Diagnostics(prompts=0), *callbacks, seen, epochs=6)
+        run(setup_of, tmp_path, Diagnostics(prompts=0), *callbacks, seen)
         return seen.rates
 
     plain = rates()
-    assert len(set(plain)) == 6  # it falls with each iteration
+    assert len(set(plain)) == 4  # it falls with each iteration
     assert rates(Break(), monitor("rollback", cooldown=9)) == plain
     slower = Mitigation(clip_high=None, learning_rate_factor=0.5)
     mitigated = rates(Break(), monitor("rollback", "mitigate", mitigation=slower, cooldown=9))
-    half = len(plain) // 2  # the alarm is in the third of six
-    assert mitigated == pytest.approx(plain[:half] + [0.5 * rate for rate in plain[half:]])
+    before = 3 * len(plain) // 4  # the alarm is in the third of four
+    assert mitigated == pytest.approx(plain[:before] + [0.5 * rate for rate in plain[before:]])
 
 
 def test_rollbacks_are_limited(setup_of, tmp_path):
@@ -258,7 +259,7 @@ def test_mitigation_switches_settings_and_survives_a_resume(setup_of, tmp_path):
         )  # fmt: skip
         return agent, watch, trainer
 
-    agent, watch, trainer_of_whole = watched(epochs=5)
+    agent, watch, trainer_of_whole = watched()
     assert agent.loss.policy.clip_high == 0.4 and agent.loss.kl.coefficient == 0.0
     assert 0.0 < agent.loss.entropy_coefficient <= 0.01
     rate = 3e-3 * 0.5 * agent.optimization.learning_rate_end  # at the schedule's end
@@ -267,8 +268,8 @@ def test_mitigation_switches_settings_and_survives_a_resume(setup_of, tmp_path):
     assert "clip_high 0.2 -> 0.4" in done and "kl_coefficient 0.1 -> 0.0" in done
     assert "learning_rate times 0.5" in done
     files = sorted(tmp_path.glob("epoch=?.ckpt"))
-    resumed, again, trainer = watched(epochs=5, ckpt_path=str(files[2]))
-    assert trainer.current_epoch == 5 and again.events == watch.events
+    resumed, again, trainer = watched(ckpt_path=str(files[2]))
+    assert trainer.current_epoch == 4 and again.events == watch.events
     assert resumed.loss.policy.clip_high == 0.4
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
     assert resumed.loss.entropy_coefficient == agent.loss.entropy_coefficient
@@ -277,7 +278,8 @@ def test_mitigation_switches_settings_and_survives_a_resume(setup_of, tmp_path):
 
 def test_mitigation_switches_a_penalty_on_if_there_is_a_reference(setup_of, tmp_path):
     watch = monitor("mitigate", mitigation=Mitigation(clip_high=None, kl_coefficient=0.5))
-    setup = setup_of(trainer={"default_root_dir": str(tmp_path)}, kl={"coefficient": 0.0})
+    trainer = {"default_root_dir": str(tmp_path), "limit_val_batches": 0}
+    setup = setup_of(trainer=trainer, kl={"coefficient": 0.0})
     _, points, _ = setup.fit(Diagnostics(prompts=0), Break(1), watch, max_epochs=4)
     kl = [point["update/reference_kl"] for _, point in points if "update/reference_kl" in point]
     assert len(kl) == 2 and all(value > 0 for value in kl)  # after iteration 2
@@ -317,13 +319,14 @@ def test_mitigation_switches_the_group_filter(setup_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_events_are_logged_to_mlflow(setup_of, tmp_path):
+def test_events_are_logged_to_mlflow(setup_of, tmp_path, empty_store):
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     logger = RunLogger(run_dir=str(tmp_path / "run"), root=str(tmp_path))
     setup = setup_of(trainer={"default_root_dir": str(tmp_path / "run")})
     agent, datamodule = setup.build()
     trainer = pl.Trainer(
         max_epochs=3, logger=logger, accelerator="cpu", enable_progress_bar=False, log_every_n_steps=1,
-        enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path / "run",
+        enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0, default_root_dir=tmp_path / "run",
         callbacks=[RolloutUpdate(), Diagnostics(prompts=4), Break(), monitor("warn")],
     )  # fmt: skip
     trainer.fit(agent, datamodule=datamodule)

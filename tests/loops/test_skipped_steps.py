@@ -123,12 +123,11 @@ def as_text(points) -> list[str]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"trainer": {"gradient_clip_val": 0.5}},
         {"tokens_per_microbatch": 150},
         {"dtype": torch.bfloat16, "kl": {"reference": MovingAverage(decay=0.5)}},
         {"lora": {"r": 2}, "dtype": torch.bfloat16, "trainer": {"gradient_clip_val": None}},
     ],
-    ids=["clipped", "microbatches", "master weights", "adapters"],
+    ids=["microbatches", "master weights", "adapters"],
 )
 def test_a_skipped_step_changes_nothing_and_is_counted(setup_of, changes):
     poison = Poison(5, 10)
@@ -159,7 +158,7 @@ def test_resuming_between_skipped_steps_is_exact(setup_of, tmp_path):
 
 
 def test_a_run_whose_steps_are_all_skipped_ends_and_names_the_layer(setup_of, tmp_path):
-    layer = "policy.model.model.layers.1.mlp"
+    layer = "policy.model.model.layers.0.mlp"
     setup = setup_of(tokens_per_microbatch=150)
     with pytest.raises(SkippedStepsError) as caught:
         setup.fit(Broken(layer=layer, step=5), default_root_dir=tmp_path)
@@ -185,7 +184,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_and_names_the_layer(setup_of, tm
 @pytest.mark.parametrize("most", [1, 2])
 def test_the_number_of_skipped_steps_in_a_row_is_a_setting(setup_of, tmp_path, most):
     setup = setup_of(max_skipped_steps=most)
-    setup.fit(Poison(*range(0, STEPS, 2)[: most - 1]))
+    setup.fit(Poison(*range(0, STEPS, 2)[: most - 1]), max_epochs=1)
     with pytest.raises(SkippedStepsError, match=f"optimizer step {most + 3}: .* finite numbers"):
         setup.fit(Poison(*range(3, STEPS)), default_root_dir=tmp_path)
 
