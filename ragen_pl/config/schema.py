@@ -325,6 +325,12 @@ class _Settings(TypedDict, total=False):
     file: ExistingPath
     dtype: Literal["float32", "bfloat16"] | None
 
+    # audit
+    groups: Count
+    group_size: Annotated[int, Ge(2), Note("episodes from each initial state")]
+    continuations: Annotated[int, Ge(2), Note("episodes from each state")]
+    algorithms: Sequence[str] | None
+
     # replay
     batch: Annotated[ExistingPath, Note("a file of a run's bad_batch folder")] | None
 

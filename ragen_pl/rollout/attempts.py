@@ -82,11 +82,22 @@ class Attempts:
     Args:
         specs: the episodes.
         settings: number of attempts.
+        known: responses to the first turns of each episode; empty for none.
     """
 
-    def __init__(self, specs: Sequence[EpisodeSpec], settings: FailureSettings) -> None:
+    def __init__(
+        self,
+        specs: Sequence[EpisodeSpec],
+        settings: FailureSettings,
+        *,
+        known: Sequence[Sequence[GivenResponse]] = (),
+    ) -> None:
         self._settings = settings
-        self._waiting = deque(Attempt(number=n, spec=spec) for n, spec in enumerate(specs))
+        of_episodes = known or [()] * len(specs)
+        self._waiting = deque(
+            Attempt(number=number, spec=spec, known=[*responses])
+            for number, (spec, responses) in enumerate(zip(specs, of_episodes, strict=True))
+        )
         self._ended: dict[int, Trajectory] = {}
         self._pauses = 0
 

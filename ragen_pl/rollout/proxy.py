@@ -24,7 +24,7 @@ from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import Context
 from ragen_pl.prompts.histories import RecordedCall
 from ragen_pl.prompts.requests import RequestRefusedError
-from ragen_pl.rollout.attempts import Attempts, ReplayingResponder, opened
+from ragen_pl.rollout.attempts import Attempts, GivenResponse, ReplayingResponder, opened
 from ragen_pl.rollout.failures import FailureLog
 from ragen_pl.rollout.requests import refusal, too_long
 from ragen_pl.rollout.responders import Episode, Responder
@@ -89,6 +89,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         seed_key: Sequence[int | str],
         progress: Progress | None = None,
         on_turn: OnTurn | None = None,
+        known: Sequence[Sequence[GivenResponse]] = (),
     ) -> list[Trajectory]:
         """Play episodes and return their trajectories, in the order of the specs.
 
@@ -100,8 +101,10 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             seed_key: run seed, purpose and iteration, with which the sampling seeds start.
             progress: called while episodes are playing, and once at the end with all of them done.
             on_turn: called after each turn.
+            known: responses to the first turns of each episode, which are given where their prompts come again; the
+                responder answers the others. `Trajectory.replayed_turns` counts them.
         """
-        attempts = Attempts(episode_specs, self.failures)
+        attempts = Attempts(episode_specs, self.failures, known=known)
         replaying = ReplayingResponder(responder=responder)
         with responder.collective_rollout():
             for batch in attempts.batches(self.num_envs):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms import masks
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
+from ragen_pl.algorithms.advantages.gagpo import GroupGAE
 from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, place_turn_rewards
 from ragen_pl.config import config_dir
@@ -288,6 +289,16 @@ def test_group_presets_are_exact(name) -> None:
     scale = 2.0 if name == "dr_grpo" else 1.0
     expected = batch.true_gradient(1.0)
     found = scale * batch.in_groups(estimator, 2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * float(expected.norm()))
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_values_of_other_visits_are_exact(gamma, lam) -> None:
+    """Also with a trace that bootstraps, since it goes on over states that no other member has visited."""
+    batch = Enumerated(SMALL)
+    expected = batch.true_gradient(gamma)
+    found = batch.in_groups(GroupGAE(gamma=gamma, lam=lam), 2)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * float(expected.norm()))
 
 

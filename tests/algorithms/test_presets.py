@@ -84,6 +84,8 @@ SWITCHES = [
     ("gigpo", "algorithm.estimator.scale_by_std=false", "advantage"),
     ("gigpo", "algorithm.estimator.step_baseline=all", "advantage"),
     ("gigpo algorithm.estimator.step_baseline=all", "algorithm.estimator.scale_steps=true", "advantage"),
+    ("gagpo", "algorithm.estimator.gamma=0.5", "advantage"),
+    ("gagpo", "algorithm.estimator.lam=0.1", "advantage"),
     ("reinforce_pp", "algorithm.estimator.gamma=0.9", "target"),
     ("starpo", "algorithm.critic=own", "value_loss"),
     # losses

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.adaptive import AdaptiveBilevelGAE
+from ragen_pl.algorithms.advantages.gagpo import GroupGAE
 from ragen_pl.algorithms.advantages.gigpo import GroupInGroup, step_returns
 from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
 from ragen_pl.algorithms.advantages.reinforce import BatchRelative, ReinforcePlusPlus
@@ -189,6 +190,9 @@ def test_expected_gradient_is_that_of_the_returns(name, gamma, one_state) -> Non
     if isinstance(estimator, AdaptiveBilevelGAE):
         # whose discounts depend on values: equal to BilevelGAE where they are constant
         estimator = replace(estimator, beta=0.0)
+    if isinstance(estimator, GroupGAE) and one_state:
+        # whose value is that of no state, and must not stand for what follows
+        estimator = replace(estimator, lam=1.0)
     if isinstance(estimator, GroupInGroup):
         episode = replace(estimator, step_weight=0.0)(groups.credit).advantages
         torch.testing.assert_close(groups.gradient(episode), groups.true_gradient(1.0) / 2)

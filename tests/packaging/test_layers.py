@@ -68,6 +68,7 @@ MAY_IMPORT = {
     "playing": BASE | LEARNING | {"config", "evaluation", "run", "viewing"},
     "deployment": BASE | LEARNING | {"config", "evaluation", "run", "serving"},
     "api": {"config", "memory", "run", "stop_signals"},
+    "audit": {"config", "evaluation"},
     "doctor": {"config", "machine", "memory", "run"},
     "evaluate": {"config", "evaluation"},
     "export": {"config", "evaluation"},

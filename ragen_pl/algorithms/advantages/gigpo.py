@@ -115,6 +115,33 @@ def gigpo(
     return episode + step_weight * steps
 
 
+def mean_of_others(values: Tensor, anchors: Tensor, *, episode: Tensor, fallback: Tensor) -> Tensor:
+    """Return the mean over the steps of other episodes from the same state.
+
+    Args:
+        values: `[steps]`, returns from the steps on.
+        anchors: int64 `[steps]`, equal for steps from the same state of a group.
+        episode: int64 `[steps]`, episode that a step is in.
+        fallback: `[steps]`, result for steps from a state that no other episode has visited.
+
+    Returns:
+        float64 `[steps]`.
+
+    >>> values, episode = torch.tensor([1.0, 4.0, 2.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    >>> mean_of_others(values, torch.tensor([0, 0, 0, 1]), episode=episode, fallback=torch.full((4,), 3.0))
+    tensor([2.0000, 2.0000, 2.5000, 3.0000], dtype=torch.float64)
+    """
+    pairs = torch.unique(torch.stack([anchors, episode], dim=1), dim=0, return_inverse=True)[1]
+
+    def total(of_step: Tensor, sets: Tensor) -> Tensor:
+        return torch.zeros_like(of_step).index_add(0, sets, of_step)[sets]
+
+    exact, ones = values.double(), torch.ones_like(values, dtype=torch.float64)
+    others = total(ones, anchors) - total(ones, pairs)
+    mean = (total(exact, anchors) - total(exact, pairs)) / others.clamp(min=1)
+    return torch.where(others > 0, mean, fallback.double())
+
+
 def relative_to_others(
     values: Tensor, anchors: Tensor, *, episode: Tensor, fallback: Tensor
 ) -> Tensor:
@@ -134,15 +161,8 @@ def relative_to_others(
     >>> relative_to_others(values, torch.tensor([0, 0, 0, 1]), episode=episode, fallback=torch.full((4,), 3.0))
     tensor([-1.0000,  2.0000, -0.5000,  2.0000])
     """
-    pairs = torch.unique(torch.stack([anchors, episode], dim=1), dim=0, return_inverse=True)[1]
-
-    def total(of_step: Tensor, sets: Tensor) -> Tensor:
-        return torch.zeros_like(of_step).index_add(0, sets, of_step)[sets]
-
-    exact, ones = values.double(), torch.ones_like(values, dtype=torch.float64)
-    others = total(ones, anchors) - total(ones, pairs)
-    mean = (total(exact, anchors) - total(exact, pairs)) / others.clamp(min=1)
-    baseline = torch.where(others > 0, mean, fallback.double())
+    exact = values.double()
+    baseline = mean_of_others(values, anchors, episode=episode, fallback=fallback)
     equal = agree(torch.maximum(exact, baseline), torch.minimum(exact, baseline))
     return torch.where(equal | baseline.isnan(), 0.0, exact - baseline).float()
 
