@@ -13,6 +13,8 @@ from ragen_pl.models.build import build_small_lm
 TEXT = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
 FEW = ("rollout.groups=16", "warm_start=none")
 LOADED = ("model=pretrained", *FEW)
+# a microbatch that is run once
+ONE_PASS = ("rollout.groups=1", "rollout.group_size=4")
 HALF = "model.build.dtype=bfloat16"
 
 

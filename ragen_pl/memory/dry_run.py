@@ -7,7 +7,7 @@ adapters, master weights and precision count as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,14 +118,38 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 class CountedUpdate:
     """Bytes of an optimizer step."""
 
-    peak: Counter[str]
-    """By kind, at the peak of forward and backward pass: `activations`, `head` and `gradients`."""
+    peaks: Mapping[int, Counter[str]]
+    """By number of rows that were run and by kind, at the peak of forward and backward pass: `activations`, `head` and
+    `gradients`. With `copies`, which are part of the optimizer's state."""
+    copies: int
+    """Master weights."""
     gradients: int
     """After the backward pass."""
     state: int
     """What the optimizer keeps."""
     step: int
     """What the step itself makes and frees."""
+
+    def peak(self, rows: int) -> Counter[str]:
+        """Return the peak of this number of rows from those of one or two smaller numbers, on a line."""
+        copies = Counter(activations=self.copies)
+        if len(self.peaks) == 1:
+            return self.peaks[rows] - copies
+        (fewer, low), (more, high) = self.peaks.items()
+        steps = (rows - more) / (more - fewer)
+        kinds = {kind: high[kind] + steps * (high[kind] - low[kind]) for kind in high | low}
+        # with more rows the peak may be at another moment, when a kind is freed: the total counts
+        positive = {kind: max(0.0, size) for kind, size in kinds.items()}
+        scale = sum(kinds.values()) / sum(positive.values())
+        return Counter({kind: round(scale * size) for kind, size in positive.items()}) - copies
+
+
+def rows_to_run(rows: int) -> list[int]:
+    """Return the numbers of rows that are run to count a microbatch: masks of images hold data, so not all rows are.
+
+    The peak grows evenly with the rows.
+    """
+    return [rows] if rows <= MAX_ROWS else [MAX_ROWS // 2, MAX_ROWS]
 
 
 def count_update(agent: AgentModule, workload: Workload, *, on_gpu: bool = False) -> CountedUpdate:
@@ -142,16 +166,16 @@ def count_update(agent: AgentModule, workload: Workload, *, on_gpu: bool = False
     with live:
         optimizer: Any = agent.configure_optimizers()["optimizer"]  # type: ignore[index,call-overload]
     copies = live.now.total()
-    # the peak grows evenly with the rows; masks of images hold data, so not all rows are run
-    rows = [workload.rows] if workload.rows <= MAX_ROWS else [MAX_ROWS // 2, MAX_ROWS]
-    peaks = [_count_passes(agent, live, replace(workload, rows=number)) for number in rows]
-    peak = _at_rows(workload.rows, rows, peaks) - Counter(activations=copies)
+    peaks = {
+        rows: _count_passes(agent, live, replace(workload, rows=rows))
+        for rows in rows_to_run(workload.rows)
+    }
     gradients = size_of(weight.grad for weight in trained if weight.grad is not None)
     with live:
         if on_gpu:
             _choose_kernels(optimizer)
         state, step = _count_step(agent, optimizer, live)
-    return CountedUpdate(peak, gradients, copies + state, step)
+    return CountedUpdate(peaks, copies, gradients, copies + state, step)
 
 
 def _count_passes(agent: AgentModule, live: LiveMemory, workload: Workload) -> Counter[str]:
@@ -174,19 +198,6 @@ def _count_passes(agent: AgentModule, live: LiveMemory, workload: Workload) -> C
         del result
         kept = _drop_unused(trained) if workload.accumulates else 0
         return live.peak + Counter(gradients=kept)
-
-
-def _at_rows(rows: int, counted: Sequence[int], peaks: Sequence[Counter[str]]) -> Counter[str]:
-    """Return the peak of this number of rows from those of one or two smaller numbers, on a line."""
-    if len(peaks) == 1:
-        return peaks[0]
-    (fewer, more), (low, high) = counted, peaks
-    steps = (rows - more) / (more - fewer)
-    kinds = {kind: high[kind] + steps * (high[kind] - low[kind]) for kind in high | low}
-    # with more rows the peak may be at another moment, when a kind is freed: the total counts
-    positive = {kind: max(0.0, size) for kind, size in kinds.items()}
-    scale = sum(kinds.values()) / sum(positive.values())
-    return Counter({kind: round(scale * size) for kind, size in positive.items()})
 
 
 def _drop_unused(trained: Iterable[nn.Parameter]) -> int:

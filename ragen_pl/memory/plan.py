@@ -30,6 +30,7 @@ from ragen_pl.memory.dry_run import (
     engine_memory,
     is_for_gpu,
     is_pretrained,
+    rows_to_run,
     size_of,
 )
 from ragen_pl.memory.workload import Workload, rows_at_once, workload_of
@@ -151,9 +152,12 @@ _IGNORED = (
     "rollout.num_envs",
 )
 _READS = {
-    "update": _Reads((*_IGNORED, "rollout"), ("rows", "length", "sampled", "accumulates")),
+    "update": _Reads((*_IGNORED, "rollout"), ("length", "sampled", "accumulates")),
     "prefill": _Reads((*_IGNORED, "rollout", "update", "optimizer"), ("prompt",)),
     "encoder": _Reads((*_IGNORED, "rollout", "update", "optimizer")),
+    "engine": _Reads(
+        (*_IGNORED, "algorithm", "update", "optimizer"), ("episodes", "prompt", "response")
+    ),
 }
 
 
@@ -170,7 +174,7 @@ class Counts:
         work: Workload,
         count: Callable[[], Count],
         *,
-        rows: int | None = None,
+        more: object = None,
     ) -> Count:
         """Return a count, made once for all runs with the same values of the settings that it reads.
 
@@ -179,7 +183,7 @@ class Counts:
             cfg: Config of the run.
             work: Sizes of the run.
             count: Makes the count.
-            rows: Sequences that it runs, where the workload does not say it.
+            more: What else it reads: numbers of sequences that it runs, or the device's memory.
         """
         read = OmegaConf.create(plain(cfg))
         for key in _READS[name].ignored:
@@ -187,7 +191,7 @@ class Counts:
             (OmegaConf.select(read, node) if node else read).pop(last, None)
         sizes = [getattr(work, size) for size in _READS[name].sizes]
         shapes = [image.shape for image in work.images]
-        key = repr((name, plain(read), is_for_gpu(cfg), sizes, rows, shapes))
+        key = repr((name, plain(read), is_for_gpu(cfg), sizes, more, shapes))
         if key not in self._made:
             self._made[key] = count()
         return cast("Count", self._made[key])
@@ -217,7 +221,11 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
             workload = workload_of(cfg, agent.policy.bundle)
             update = counts.get(
-                "update", cfg, workload, lambda: count_update(agent, workload, on_gpu=on_gpu)
+                "update",
+                cfg,
+                workload,
+                lambda: count_update(agent, workload, on_gpu=on_gpu),
+                more=rows_to_run(workload.rows),
             )
             if cfg["update"].freeze_vision:
                 agent.policy.freeze_vision()
@@ -228,19 +236,26 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
                     cfg,
                     workload,
                     lambda: count_prefill(agent, workload, rows=rows),
-                    rows=rows,
+                    more=rows,
                 )
 
             # the trainer scores about as many tokens at once
             rows = max(1, min(workload.episodes, agent.tokens_per_forward // workload.prompt))
             per_position = prefill_bytes(rows) / (rows * workload.prompt)
-            engine = engine_memory(
+            size = None if device is None else device.size
+            engine = counts.get(
+                "engine",
                 cfg,
-                agent,
                 workload,
-                prefill_bytes=prefill_bytes,
-                device=None if device is None else device.size,
-                on_gpu=on_gpu,
+                lambda: engine_memory(
+                    cfg,
+                    agent,
+                    workload,
+                    prefill_bytes=prefill_bytes,
+                    device=size,
+                    on_gpu=on_gpu,
+                ),
+                more=size,
             )
             encoder = counts.get("encoder", cfg, workload, lambda: count_encoder(agent, workload))
             # no part of the count: plans with and without it share that
@@ -307,11 +322,12 @@ def plan_phases(
     scored_images = scored // workload.length * len(workload.images)
     encoded = workload.all_images if shared else scored_images
     played_images = encoder.computed(workload.episodes * workload.new_images)
-    peak = dict(update.peak)
+    counted = update.peak(workload.rows)
+    peak = dict(counted)
     if encoder.frozen:
         in_update = encoder.computed(workload.rows * len(workload.images))
-        peak["activations"] = max(update.peak["activations"], in_update)
-    peak["gradients"] = update.peak["gradients"] * gradients // max(1, update.gradients)
+        peak["activations"] = max(counted["activations"], in_update)
+    peak["gradients"] = counted["gradients"] * gradients // max(1, update.gradients)
     peak["gradients"] += in_backward
     peak |= in_call
     sampled = dict(engine.rollout)

@@ -1,14 +1,10 @@
 """Environments in processes: what hangs, dies, prints or needs too much memory costs its own episode."""
 
 import os
-import time
-from collections import Counter
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
 
 from envs.policies import NoisyPolicy, RandomPolicy
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
@@ -23,45 +19,11 @@ from ragen_pl.trajectory import FailureCause
 LAKE = "envs.frozen_lake.FrozenLake"
 
 
-class Troubled(gymnasium.Env):
-    """The seed of the reset selects what happens in the step, or in the reset itself."""
-
-    action_names = ("Go",)
-    action_space = spaces.Discrete(1)
-    observation_space = spaces.Text(20)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.seed = seed
-        if seed == 6:
-            time.sleep(600)
-        if seed == 7:
-            os._exit(7)
-        return f"in process {os.getpid()}", {}
-
-    def step(self, action):
-        if self.seed == 1:
-            os._exit(7)
-        if self.seed == 2:
-            time.sleep(600)
-        if self.seed == 3:
-            np.ones(2**28)
-        if self.seed == 4:
-            print("noise")
-        if self.seed == 5:
-
-            class Local(Exception):
-                pass
-
-            raise Local("cannot be pickled") from TimeoutError()
-        return "went", 1.0, True, False, {"success": True}
-
-
 @pytest.fixture
 def manager(monkeypatch):
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
     return EnvironmentManager(
-        target="test_environment_process.Troubled",
+        target="troubled.Troubled",
         process=True,
         memory_mb=1024,
         workers=2,
@@ -160,43 +122,10 @@ def test_members_that_are_missing_are_missing_there_too():
         env.close()
 
 
-class Counting(gymnasium.Env):
-    """An environment that says how often its members were computed, and in which state."""
-
-    action_names = ("Go",)
-    action_space = spaces.Discrete(1)
-    observation_space = spaces.Text(20)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps, self.counts = 0, Counter()
-        return "began", {}
-
-    def step(self, action):
-        self.steps += 1
-        return "went", 0.0, False, False, {}
-
-    def describe(self):
-        self.counts["describe"] += 1
-        return f"step {self.steps}"
-
-    def state_key(self):
-        self.counts["state_key"] += 1
-        if self.steps == 5:
-            raise RuntimeError("no key")
-        return f"state {self.steps}"
-
-    def skip(self, count):
-        self.steps += count
-
-    def counted(self, name):
-        return self.counts[name]
-
-
 @pytest.fixture
 def counting(monkeypatch):
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
-    env = ProcessEnvironment("test_environment_process.Counting", {})
+    env = ProcessEnvironment("troubled.Counting", {})
     env.reset(seed=0)
     yield env
     env.close()

@@ -242,5 +242,6 @@ def test_no_step_is_lost_or_taken_twice_under_faults(serve: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_no_step_is_lost_or_taken_twice_under_faults_and_load(serve: Any) -> None:
     faults([serve(sessions=256, idle_s=5.0), serve(sessions=256, idle_s=5.0)], count=256)

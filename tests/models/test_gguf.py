@@ -194,6 +194,7 @@ def smollm2(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_smollm2_of_the_package_index_answers(smollm2):
     bundle = load_pretrained(str(smollm2))
     chat = [{"role": "user", "content": "What is the capital of France?"}]

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from composing import composed
+from omegaconf import OmegaConf
 
 from ragen_pl.config import config_dir
 from ragen_pl.memory.abstract import FakeKernels
 from ragen_pl.memory.dry_run import abstract_agent
 from ragen_pl.memory.plan import plan_memory
+from ragen_pl.memory.workload import workload_of
 from ragen_pl.run.train import train
 from tests.family_models import tiny
 
@@ -26,6 +28,15 @@ GPUS = {
     "ragen_2026": (80,),
     "vagen_first": (80,),
     "vagen_2026": (80,),
+}
+# share of the layers that is planned: less than the whole where the GPU has room
+SHARES = {
+    "gpus_8x80gb": 2,
+    "ragen_2026": 2,
+    "ragen_starpo": 4,
+    "ragen_starpo_s": 4,
+    "vagen_first": 4,
+    "vagen_2026": 4,
 }
 PRESETS = {
     "gpu_24gb": ("frozenlake_visual", IMAGES),
@@ -42,6 +53,7 @@ SMALL = (
     "trainer.accelerator=cpu", "trainer.devices=1", "trainer.strategy=auto", "trainer.max_epochs=1",
     "rollout.groups=4", "rollout.max_response_tokens=8", "env.max_turns=2", "update.minibatches=2",
     "validation.episodes=2", "validation.baselines=null", "callbacks.progress=null", "logger=none",
+    "memory.check=false",
 )  # fmt: skip
 
 
@@ -60,22 +72,49 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return saved
 
 
+def planned(preset, *, share=1):
+    """Return a preset's config for a share of a model's layers on a share of a GPU."""
+    (env, _), (gigabytes, *more) = PRESETS[preset], GPUS[preset]
+    overrides = (f"env={env}", f"experiment={preset}", f"memory.device_gb={gigabytes / share}")
+    cfg = composed(*overrides, *more)
+    for sizes in (cfg.model.config, cfg.model.sizes[cfg.model.size]):
+        for key in ("num_hidden_layers", "text_config.num_hidden_layers", "vision_config.depth"):
+            if (layers := OmegaConf.select(sizes, key)) is not None:
+                OmegaConf.update(sizes, key, layers // share)
+    return cfg
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_fits_the_gpus_that_it_is_for(preset):
-    (env, model), (gigabytes, *more) = PRESETS[preset], GPUS[preset]
-    overrides = (f"env={env}", f"experiment={preset}", f"memory.device_gb={gigabytes}", *more)
-    cfg = composed(*overrides)
-    plan = plan_memory(cfg)
+    """A share of the layers fits into that share of the memory, then all fit: the rest of the model counts more."""
+    check_fits(preset, share=SHARES.get(preset, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("preset", SHARES)
+def test_preset_fits_with_all_layers(preset):
+    check_fits(preset, share=1)
+
+
+def check_fits(preset, *, share):
+    plan = plan_memory(planned(preset, share=share))
     # what an allocator's fragmentation may take
     assert plan.highest.total < 0.95 * plan.device.size
-    images = plan.workload.images
-    assert bool(images) == (model == IMAGES)
-    if images:
-        with FakeKernels():
-            tokens = abstract_agent(cfg).policy.bundle.num_image_tokens(images[0])
-        # several for each cell of the picture
-        assert tokens == 100
+    assert bool(plan.workload.images) == (PRESETS[preset][1] == IMAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "preset", [name for name, (_, model) in PRESETS.items() if model == IMAGES]
+)
+def test_pictures_have_several_tokens_for_each_cell(preset):
+    cfg = planned(preset, share=16)
+    with FakeKernels():
+        bundle = abstract_agent(cfg).policy.bundle
+        (image, *_) = workload_of(cfg, bundle).images
+        assert bundle.num_image_tokens(image) == 100
 
 
 @pytest.mark.slow
