@@ -23,6 +23,7 @@ SETTINGS = (
     "trainer.accelerator=cpu",
     "trainer.num_nodes=2",
     "trainer.devices=1",
+    "warm_start.steps=60",
     "warm_start.checkpoint_every_n_steps=20",
     "callbacks.checkpoint.every_n_epochs=1",
     "validation.baselines=null",

@@ -37,7 +37,8 @@ FORKS.set_forkserver_preload(
         "mlflow.store.tracking.sqlalchemy_store",
         "mlflow.pyfunc.context",
         "IPython",
-        "tests.composed_in_advance",
+        # after Hydra's other users
+        "tests.prepared_fork",
     ]
 )
 
@@ -123,6 +124,7 @@ def _become(
     os.environ |= environment
     # which the tests' own shell may have it ignore
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Lightning read it from the environment of the process that this is a fork of
     rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]
     with output.open("wb") as file:

@@ -29,14 +29,15 @@ SMALL = (
     "rollout.groups=8",
     "rollout.max_response_tokens=16",
     "validation.episodes=16",
-    "warm_start.steps=60",
-    "warm_start.episodes=64",
+    "warm_start.steps=12",
+    "warm_start.episodes=16",
     "warm_start.optimizer.lr=1e-2",
     "trainer.max_epochs=3",
     "trainer.check_val_every_n_epoch=1",
     "logger=none",
     "callbacks.progress=null",
     "callbacks.trajectories=null",
+    "callbacks.plots=null",
 )
 
 

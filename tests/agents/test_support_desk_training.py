@@ -16,6 +16,8 @@ from ragen_pl.run.sharded_checkpoint import CheckpointFiles
 
 # a run of two takes minutes where the machine is busy
 LIMIT_S = 900
+# steps of a warm start after which some episodes succeed
+LONG = 500
 BOTH = (
     "++model.build.text.hidden_size=64",
     "++model.build.text.intermediate_size=128",
@@ -35,6 +37,7 @@ BOTH = (
     "logger=none",
     "callbacks.progress=null",
     "callbacks.trajectories=null",
+    "callbacks.plots=null",
     "+callbacks.record._target_=killing.Record",
 )
 
@@ -59,16 +62,18 @@ def trained(folder: Path, *overrides: str) -> tuple[dict[str, list[list[int]]], 
 
 
 @pytest.mark.slow
-def test_a_program_learns_as_the_environment_does(tmp_path):
+@pytest.mark.parametrize("steps", [20, pytest.param(LONG, marks=pytest.mark.soak)])
+def test_a_program_learns_as_the_environment_does(tmp_path, steps):
+    """From any policy; only after a long warm start is it one whose episodes have different returns."""
     environment, program = tmp_path / "environment", tmp_path / "program"
     expected, metrics = trained(
         environment,
         "env=support_desk",
         "env.prompt_format=native",
         "context.system_prompt=instructions",
-        "warm_start.steps=500",
+        f"warm_start.steps={steps}",
         "warm_start.batch_size=8",
-        "warm_start.episodes=1024",
+        f"warm_start.episodes={1024 if steps == LONG else 64}",
         "warm_start.optimizer.lr=4e-3",
     )
     words = yaml.safe_load((environment / "run" / "config.yaml").read_text())["model"]["build"][
@@ -84,8 +89,8 @@ def test_a_program_learns_as_the_environment_does(tmp_path):
         f"warm_start.weights={environment / 'run' / 'warm_start.pt'}",
     )
     assert found == expected
-    # returns differ after the warm start, so there is something to learn
-    assert metrics["rollout/return_std"] > 0 and metrics["rollout/valid_actions"] > 0
+    if steps == LONG:
+        assert metrics["rollout/return_std"] > 0 and metrics["rollout/valid_actions"] > 0
     for name in ("rollout/return", "rollout/valid_actions", "val/return", "val/success"):
         assert other_metrics[name] == pytest.approx(metrics[name], abs=1e-6)
     weights, others = (
@@ -95,3 +100,5 @@ def test_a_program_learns_as_the_environment_does(tmp_path):
         for folder in (environment, program)
     )
     torch.testing.assert_close(others, weights, rtol=0.0, atol=1e-6)
+    first = torch.load(environment / "run" / "warm_start.pt", weights_only=True)["module"]
+    assert any(not weights[name].equal(value) for name, value in first.items())

@@ -28,9 +28,11 @@ TINY = (
     "logger=none",
     "callbacks.progress=null",
     "callbacks.trajectories=null",
+    "callbacks.plots=null",
     "trainer.max_epochs=1",
-    "warm_start.steps=4",
+    "warm_start.steps=2",
     "warm_start.episodes=8",
+    "warm_start.batch_size=8",
     "rollout.groups=4",
     "validation.episodes=4",
 )

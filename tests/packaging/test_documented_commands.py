@@ -2,7 +2,8 @@
 
 A block under `<!-- not run: reason -->` is left out: set-up, servers, other hardware. Python and YAML blocks whose
 first line is a comment with a file's name are written to that file. CHECKOUT stands for the checkout's folder.
-Training is cut to a few steps by overrides added behind the command's own.
+Training is cut to a few steps by overrides added behind the command's own. The runs that pages start from have all that
+a run has by default; the others have no tracking store, plots, episodes and scripted policies.
 """
 
 from __future__ import annotations
@@ -26,26 +27,47 @@ LIMIT_S = 3600
 # Pages whose commands train for minutes.
 LONG = ("adaptive", "world_model")
 REASONS = ("set-up", "server", "other hardware", "asks for keys")
+# the shell then prints what it would give to the interpreter
+WORDS = """python() { printf '%s\\0' "$PYTHONPATH" "$@"; }; """
 SMALL = {
     "fit": {
         "trainer.max_epochs": "1",
         "trainer.check_val_every_n_epoch": "1",
         "warm_start.steps": "2",
         "warm_start.episodes": "16",
+        "warm_start.batch_size": "8",
         "validation.episodes": "4",
         "rollout.groups": "4",
         "update.epochs": "1",
     },
     "evaluate": {"validation.episodes": "4"},
+    "own_conversations": {"--epochs": "2"},
+    "own_module": {"--iterations": "1"},
+    "advantages_only": {"--updates": "2"},
+}
+WITHOUT = {
+    "fit": {
+        "logger": "none",
+        "callbacks.plots": "null",
+        "callbacks.trajectories": "null",
+        "validation.baselines": "null",
+        "validation.blank": "false",
+    },
 }
 
 
-def smaller(command: str) -> str:
-    """Return a training command with sizes added that it does not set itself."""
-    match = re.search(r"-m ragen_pl\.(\w+)|\bragen-(\w+)", command)
+def smaller(command: str, *, whole: bool = False) -> str:
+    """Return a command with settings added that it does not set itself.
+
+    Args:
+        command: of a page.
+        whole: whether it keeps all that a run has by default.
+    """
+    match = re.search(r"-m ragen_pl\.(\w+)|\bragen-(\w+)|examples/(\w+)\.py", command)
     if match is None or re.search(r"--(help|cfg|json)\b", command):
         return command
-    sizes = SMALL.get(match[1] or match[2], {})
+    name = match[1] or match[2] or match[3]
+    sizes = SMALL.get(name, {}) | ({} if whole else WITHOUT.get(name, {}))
     added = [f"{name}={value}" for name, value in sizes.items() if f"{name}=" not in command]
     head, *comment = command.split("  #", 1)
     return " ".join([head, *added]) + "".join(f"  #{part}" for part in comment)
@@ -68,26 +90,28 @@ def trained(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
     """Return a folder in which the main job and its text twin have been run, briefly."""
     folder = tmp_path_factory.mktemp("trained")
     for env in ("frozenlake", "frozenlake_visual"):
-        run(smaller(f"python -m ragen_pl.fit env={env}"), folder, environment)
+        run(smaller(f"python -m ragen_pl.fit env={env}", whole=True), folder, environment)
     return folder
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> None:
     """Run a command as a shell does and show its last lines where it fails."""
     command = command.replace("CHECKOUT", str(ROOT))
-    # a module of this package with arguments, or a script
-    started = re.match(r"python (?:-m (ragen_pl\.\w+) |([\w./-]+\.py)\b)(?!.*[$|<>;&`])", command)
-    if started is None:
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=LIMIT_S,
-        )  # fmt: skip
-        code, output = done.returncode, done.stdout + done.stderr
-    else:
-        arguments = shlex.split(command, comments=True)[3 if started[1] else 2 :]
+    # one process, of a module or a script
+    is_python = re.match(r"(PYTHONPATH=\S+ )?python (-m \w|[\w./-]+\.py\b)", command)
+    started = is_python and not re.search(r"[|<>;&`]", re.sub(r"\$\(.*?\)", "", command))
+    done = subprocess.run(
+        ["bash", "-c", f"{WORDS if started else ''}{command}"], cwd=folder, env=environment,
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=LIMIT_S,
+    )  # fmt: skip
+    code, output = done.returncode, done.stdout + done.stderr
+    if started:
+        paths, first, *others = done.stdout.split("\0")[:-1]
+        name, *arguments = others if first == "-m" else (first, *others)
         code, output = run_module(
-            started[1] or started[2], arguments, folder=folder, timeout=LIMIT_S
-        )
+            name, arguments, folder=folder, timeout=LIMIT_S,
+            paths=[Path(path) for path in paths.split(os.pathsep) if path], environment={"PYTHONPATH": paths},
+        )  # fmt: skip
     assert code == 0, f"{command}\nended with {code}:\n{output[-3000:]}"
 
 

@@ -5,7 +5,6 @@ that is enabled, settings that arrive where they are used. `test_documented_comm
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import importlib
 import json
@@ -15,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import parsed_once
 import pytest
 from documents import PAGES, ROOT, blocks, commands, has_value, write_files
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.utils import get_args_parser
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config import config_dir
@@ -40,8 +39,6 @@ ROOTS = (
     "env", "rollout", "context", "validation", "warm_start", "trainer", "optimizer", "algorithm", "learning_rate",
     "model",
 )  # fmt: skip
-# by folder and name; each page has a folder of its own
-PARSED: dict[tuple[Path, str], ConfigResult] = {}
 _PLACES = ("env", "ckpt", "to")
 
 
@@ -171,16 +168,7 @@ def check_groups(overrides: Sequence[str]) -> None:
 
 @pytest.fixture(autouse=True)
 def files_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra parses every file in each composition, which takes a third of its time."""
-    parse = FileConfigSource.load_config
-
-    def load(source: FileConfigSource, config_path: str) -> ConfigResult:
-        key = (Path(source.path).resolve(), config_path)
-        if key not in PARSED:
-            PARSED[key] = parse(source, config_path)
-        return copy.deepcopy(PARSED[key])
-
-    monkeypatch.setattr(FileConfigSource, "load_config", load)
+    monkeypatch.setattr(FileConfigSource, "load_config", parsed_once.load)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TINY = (
-    "env=frozenlake", "callbacks.progress=null", "trainer.max_epochs=1", "warm_start.steps=4",
-    "warm_start.episodes=8", "rollout.groups=4", "validation.episodes=4",
+    "env=frozenlake", "callbacks.progress=null", "trainer.max_epochs=1", "warm_start.steps=2",
+    "warm_start.episodes=8", "warm_start.batch_size=8", "rollout.groups=4", "validation.episodes=4",
 )  # fmt: skip
 
 pytestmark = pytest.mark.slow
@@ -88,8 +88,15 @@ def test_fit_runs_outside_the_checkout(installed, tmp_path):
         )
         assert done.returncode == 0, done.stderr
 
-    own = ("env=custom", "env.target=envs.mine.Sight", "logger=none", *TINY[1:])
-    done = call(installed / "python", "-m", "ragen_pl.fit", *own, cwd=tmp_path)
+    own = (
+        "env=custom",
+        "env.target=envs.mine.Sight",
+        "logger=none",
+        "callbacks.plots=null",
+        "validation.baselines=null",
+        *TINY[1:],
+    )
+    done = call(installed / "ragen-fit", *own, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -111,21 +118,10 @@ def test_an_environment_is_registered_once_under_all_its_names(installed, tmp_pa
     assert theirs == str(tmp_path / "envs" / "__init__.py") and "site-packages" in ours
 
 
-def test_doctor_and_user_environment_work_when_installed(installed, tmp_path):
+def test_doctor_works_when_installed(installed, tmp_path):
     done = call(installed / "python", "-m", "ragen_pl.doctor", "--json", cwd=tmp_path)
     results = json.loads(done.stdout)
     assert results["configuration"]["found"].startswith(str(installed.parent))
-    (tmp_path / "my_environment.py").write_text(
-        (ROOT / "examples/own_environments/my_environments.py").read_text()
-    )
-    environment = (
-        "env=custom",
-        "env.target=my_environment.GuessTheNumber",
-        *TINY[1:],
-        "logger=none",
-    )
-    done = call(installed / "ragen-fit", *environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 def test_import_is_fast(installed, tmp_path):

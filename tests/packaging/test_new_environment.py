@@ -15,9 +15,9 @@ from ragen_pl.config import ConfigError
 from ragen_pl.new_environment import main, write
 
 SHORT = (
-    "logger=none", "callbacks.progress=null", "trainer.max_epochs=1", "warm_start.steps=4",
-    "warm_start.episodes=16", "rollout.groups=2", "validation.episodes=4",
-    "rollout.max_response_tokens=16",
+    "logger=none", "callbacks.progress=null", "callbacks.plots=null", "trainer.max_epochs=1",
+    "warm_start.steps=2", "warm_start.episodes=16", "warm_start.batch_size=8", "rollout.groups=2",
+    "validation.episodes=4", "rollout.max_response_tokens=16",
 )  # fmt: skip
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from module_process import run_module
 from omegaconf import OmegaConf
+from small_runs import LIMIT_S
 from torch.utils._pytree import tree_flatten_with_path
 from transformers import AutoModelForCausalLM
 
@@ -33,12 +32,12 @@ def test_a_sharded_job_killed_or_stopped_anywhere_ends_bit_identical(job):
     settings = (
         *FSDP2,
         "trainer.accumulate_grad_batches=2",
-        "warm_start.checkpoint_every_n_steps=20",
+        "warm_start.checkpoint_every_n_steps=4",
         "callbacks.checkpoint.every_n_epochs=1",
         "trainer.max_epochs=2",
     )
     reference.run(*settings)
-    killed.kill_at("warm_start-30", *settings, "ckpt_path=auto", rank=1)
+    killed.kill_at("warm_start-6", *settings, "ckpt_path=auto", rank=1)
     assert (killed.folder / "warm_start.ckpt").exists()
     killed.stop_at("trained-3", *settings, "ckpt_path=auto", rank=1)
     last = torch.load(killed.folder / "checkpoints" / "last.ckpt", weights_only=True)
@@ -71,7 +70,12 @@ def test_copies_of_bfloat16_weights_and_a_moving_reference_are_resumed_exactly(j
 @pytest.mark.slow
 def test_a_sharded_checkpoint_holds_what_a_whole_one_does(job):
     whole, sharded = job(), job()
-    settings = ("warm_start.enabled=false", "trainer.max_epochs=1", "callbacks.best=null")
+    settings = (
+        "warm_start.enabled=false",
+        "validation.baselines=null",
+        "trainer.max_epochs=1",
+        "callbacks.best=null",
+    )
     whole.run(*FSDP2, *settings, launched=False)
     sharded.run(*SHARDED, *settings, launched=False)
     file = sharded.folder / "checkpoints" / "last.ckpt"
@@ -100,12 +104,12 @@ def assert_equal(left, right) -> None:
 def test_a_job_with_sharded_checkpoints_is_resumed_exactly_and_with_another_strategy(job):
     reference, killed, other = job(), job(), job()
     settings = (
-        "warm_start.checkpoint_every_n_steps=20",
+        "warm_start.checkpoint_every_n_steps=4",
         "callbacks.checkpoint.every_n_epochs=1",
         "trainer.max_epochs=2",
     )
     reference.run(*SHARDED, *settings)
-    killed.kill_at("warm_start-30", *SHARDED, *settings, "ckpt_path=auto", rank=1)
+    killed.kill_at("warm_start-6", *SHARDED, *settings, "ckpt_path=auto", rank=1)
     killed.kill_at("begin-1", *SHARDED, *settings, "ckpt_path=auto")
     shutil.copytree(killed.folder, other.folder)
     killed.run(*SHARDED, *settings, "ckpt_path=auto")
@@ -144,14 +148,11 @@ def test_a_ddp_job_continues_with_sharded_weights_and_is_exported(job):
 def export(job):
     """Return the Hugging Face folder of a run's last weights."""
     folder = job.folder.parent / "exported"
-    command = ["-m", "ragen_pl.export", f"ckpt={job.folder / 'checkpoints' / 'last.ckpt'}"]
-    subprocess.run(
-        [sys.executable, *command, f"to={folder}"],
-        cwd=job.folder.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=300,
+    arguments = [f"ckpt={job.folder / 'checkpoints' / 'last.ckpt'}", f"to={folder}"]
+    code, output = run_module(
+        "ragen_pl.export", arguments, folder=job.folder.parent, timeout=LIMIT_S
     )
+    assert code == 0, output
     return folder
 
 

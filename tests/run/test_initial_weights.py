@@ -16,7 +16,7 @@ CONSTANT_RATE = "learning_rate_end=1.0"
 def first(job):
     """A finished run that others start from."""
     run = job()
-    run.run(CONSTANT_RATE, "trainer.max_epochs=1")
+    run.run(CONSTANT_RATE, "trainer.max_epochs=2")
     return run
 
 
@@ -25,16 +25,13 @@ def test_a_run_from_another_runs_warm_start_repeats_that_run(job, first):
     source = first.folder / "warm_start.pt"
     second = job()
     second.run(CONSTANT_RATE, f"warm_start.weights={source}", "trainer.max_epochs=1")
-    assert not second.differs_from(first)
     assert filecmp.cmp(second.folder / "warm_start.pt", source, shallow=False)
 
     # the run is resumed without the source
     moved = source.rename(first.folder / "moved.pt")
     second.run(CONSTANT_RATE, "trainer.max_epochs=2", "ckpt_path=last")
     moved.rename(source)
-    reference = job()
-    reference.run(CONSTANT_RATE, "trainer.max_epochs=2")
-    assert not second.differs_from(reference)
+    assert not second.differs_from(first)
 
 
 @pytest.mark.slow
@@ -57,7 +54,14 @@ def test_a_run_without_a_critic_starts_from_a_checkpoint_with_one(job, first):
 
 @pytest.mark.slow
 def test_a_frozen_encoder_is_that_of_the_warm_start_and_in_checkpoints(job):
-    settings = ("env=frozenlake_visual", *SMALL[2:], CONSTANT_RATE, "update.freeze_vision=true")
+    settings = (
+        "env=frozenlake_visual",
+        *SMALL[2:],
+        CONSTANT_RATE,
+        "update.freeze_vision=true",
+        "validation.blank=false",
+        "validation.baselines=null",
+    )
     run, reference = job(), job()
     run.run("trainer.max_epochs=1", settings=settings)
     learned = torch.load(run.folder / "warm_start.pt")["module"]

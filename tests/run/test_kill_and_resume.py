@@ -18,6 +18,14 @@ TWO_BATCHES = ("rollout.num_envs=8",)
 TWO_RANKS = ("trainer.devices=2", "trainer.strategy=ddp")
 
 
+@pytest.fixture(scope="module")
+def reference(job):
+    """A job that is neither killed nor stopped; how often it saves changes neither weights nor metrics."""
+    run = job()
+    run.run()
+    return run
+
+
 # An iteration is eight optimizer steps. There is no `trained-8`: the minibatches end there.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -38,11 +46,10 @@ TWO_RANKS = ("trainer.devices=2", "trainer.strategy=ddp")
         ),
     ],
 )
-def test_a_killed_job_ends_bit_identical(job, checkpoints, moments):
-    reference, killed = job(), job()
-    reference.run(*checkpoints)
+def test_a_killed_job_ends_bit_identical(job, reference, checkpoints, moments):
+    killed = job()
     # one command starts the run and continues it
-    killed.kill_at("warm_start-30", *checkpoints, "ckpt_path=auto")
+    killed.kill_at("warm_start-6", *checkpoints, "ckpt_path=auto")
     assert not (killed.folder / "warm_start.pt").exists()
     for moment in moments:
         killed.kill_at(moment, *checkpoints, "ckpt_path=auto")
@@ -55,7 +62,7 @@ def test_a_job_of_two_ranks_killed_on_either_ends_bit_identical(job):
     reference, killed = job(), job()
     settings = (*EVERY_STEP, *TWO_RANKS)
     reference.run(*settings)
-    killed.kill_at("warm_start-30", *settings, rank=1)
+    killed.kill_at("warm_start-6", *settings, rank=1)
     killed.kill_at("step-3", *settings, "ckpt_path=last", rank=0)
     killed.kill_at("validation-1", *settings, "ckpt_path=last", rank=1)
     killed.run(*settings, "ckpt_path=last")
@@ -65,17 +72,17 @@ def test_a_job_of_two_ranks_killed_on_either_ends_bit_identical(job):
 @pytest.mark.slow
 def test_a_warm_start_killed_in_its_middle_is_resumed_exactly(job):
     settings = (
-        "warm_start.checkpoint_every_n_steps=20",
+        "warm_start.checkpoint_every_n_steps=4",
         "++model.build.text.attention_dropout=0.1",
         "trainer.max_epochs=1",
     )
     reference, killed = job(), job()
     reference.run(*settings)
-    killed.kill_at("warm_start-50", *settings)
+    killed.kill_at("warm_start-10", *settings)
     assert (killed.folder / "warm_start.ckpt").exists()
-    # a warm start from its beginning would pass step 10 again
-    killed.kill_at("warm_start-55", *settings, "ckpt_path=last")
-    killed.run(*settings, *never_reached("warm_start-39"), "ckpt_path=last")
+    # a warm start from its beginning would pass step 7 again
+    killed.kill_at("warm_start-11", *settings, "ckpt_path=last")
+    killed.run(*settings, *never_reached("warm_start-7"), "ckpt_path=last")
     assert not (killed.folder / "warm_start.ckpt").exists()
     weights, expected = (
         torch.load(run.folder / "warm_start.pt", weights_only=True) for run in (killed, reference)
@@ -116,14 +123,13 @@ def test_a_warm_start_begins_anew_where_its_checkpoint_has_changed(job):
         ),
     ],
 )  # fmt: skip
-def test_a_job_stopped_by_sigterm_loses_at_most_the_phase_it_was_in(job, moments):
-    reference, stopped = job(), job()
-    reference.run(*NEVER)
-    stopped.stop_at("warm_start-30", *NEVER, "ckpt_path=auto")
+def test_a_job_stopped_by_sigterm_loses_at_most_the_phase_it_was_in(job, reference, moments):
+    stopped = job()
+    stopped.stop_at("warm_start-6", *NEVER, "ckpt_path=auto")
     assert (stopped.folder / "warm_start.ckpt").exists()
     for moment, steps in moments.items():
         batches = TWO_BATCHES if moment.startswith("validating") else ()
-        settings = (*NEVER, *never_reached("warm_start-30"), *batches)
+        settings = (*NEVER, *never_reached("warm_start-6"), *batches)
         message = stopped.stop_at(moment, *settings, "ckpt_path=auto")
         assert "ragen_pl: stopped by SIGTERM; the last checkpoint is" in message
         assert stopped.steps == steps

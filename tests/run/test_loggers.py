@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mlflow.tracking import MlflowClient
+from module_process import start_module
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from torch.utils.data import DataLoader
@@ -191,33 +191,32 @@ def test_only_the_tables_of_a_new_store_are_not_waited_for(tmp_path: Path) -> No
     assert modes["INSERT INTO"] == {2}
 
 
+# waits until the test opens the pipe
 OPENING = """
 import sys
-from ragen_pl.run import mlflow_outbox
+open(sys.argv[1]).read()
 from ragen_pl.run.loggers import RunLogger
-import mlflow.tracking
-print("ready", flush=True)
-sys.stdin.readline()
-RunLogger(run_dir=sys.argv[1], root=sys.argv[2])
+RunLogger(run_dir=sys.argv[2], root=sys.argv[3])
 """
 
 
 def test_runs_that_begin_together_share_a_new_store(tmp_path: Path) -> None:
+    (tmp_path / "opening.py").write_text(OPENING)
+    runs = [tmp_path / f"run{number}" for number in range(3)]
     processes = []
-    for number in range(3):
-        folder = tmp_path / f"run{number}"
-        folder.mkdir()
-        command = [sys.executable, "-c", OPENING, str(folder), str(tmp_path)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, text=True, **pipes))
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in processes:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
+    for run in runs:
+        run.mkdir()
+        os.mkfifo(run / "pipe")
+        arguments = [str(run / "pipe"), str(run), str(tmp_path)]
+        output = run / "output.txt"
+        processes.append(start_module("opening.py", arguments, folder=tmp_path, output=output))
+    # each waits here for the process that reads it
+    pipes = [(run / "pipe").open("w") for run in runs]
+    for pipe in pipes:
+        pipe.close()
+    for run, process in zip(runs, processes, strict=True):
+        process.join()
+        assert process.exitcode == 0, (run / "output.txt").read_text()
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     experiment = client.get_experiment_by_name("ragen_pl")
     assert len(client.search_runs([experiment.experiment_id])) == 3

@@ -107,7 +107,8 @@ def test_programs_of_two_ranks_and_few_workers_are_those_of_one_rank(job, tmp_pa
     def play(name: str, *more: str) -> list[dict[str, list[list[int]]]]:
         folder = tmp_path / name
         folder.mkdir()
-        job().run(*settings, f"+callbacks.record.folder={folder}", *more, settings=())
+        place = f"+callbacks.record.folder={folder}"
+        job().run(*settings, place, *more, settings=(), launched=False)
         files = sorted(folder.glob("rank_*.json"))
         return [json.loads(file.read_text())["responses"] for file in files]
 

@@ -17,11 +17,13 @@ def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
         run = job()
         run.run(
             "warm_start.enabled=false",
+            "validation.baselines=null",
             "trainer.max_epochs=2",
             "algorithm.loss.kl.clip_norm=0.5",
             "+callbacks.record._target_=killing.Record",
             f"+callbacks.record.folder={run.folder.parent}",
             *overrides,
+            launched=False,
         )
         files = sorted(run.folder.parent.glob("rank_*.json"))
         return run, [json.loads(file.read_text()) for file in files]
@@ -48,6 +50,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(job):
     def settings(run) -> tuple[str, ...]:
         return (
             "warm_start.enabled=false",
+            "validation.baselines=null",
             "callbacks.checkpoint.every_n_epochs=1",
             "+callbacks.record._target_=killing.RecordEpisodes",
             f"+callbacks.record.file={run.folder.parent / 'played.jsonl'}",
@@ -61,7 +64,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(job):
     whole, changed = job(), job()
     whole.run(*settings(whole))
     changed.kill_at("begin-1", *settings(changed))
-    changed.kill_at("begin-2", *settings(changed), "trainer.devices=2", "trainer.strategy=ddp")
+    two = ("trainer.devices=2", "trainer.strategy=ddp")
+    changed.kill_at("begin-2", *settings(changed), *two, launched=False)
     changed.run(*settings(changed))
     expected, found = played(whole), played(changed)
     assert [line["ranks"] for line in found] == [1] * 8 + [2] * 8 + [1] * 8

@@ -39,7 +39,7 @@ SMALLEST = (
     *SMALL, "env.max_turns=1", "rollout.max_response_tokens=4", "rollout.groups=2", "update.epochs=1",
     "update.minibatches=1", "warm_start.steps=1", "warm_start.episodes=2", "validation.episodes=2",
     "validation.baselines.optimal=null", "validation.baselines.cycle=null", "trainer.max_epochs=1",
-    "trainer.check_val_every_n_epoch=5", "callbacks.plots=null", "callbacks.diagnostics=null",
+    "trainer.check_val_every_n_epoch=5", "callbacks.diagnostics=null",
     "callbacks.collapse=null",
 )  # fmt: skip
 # sends a signal when a module is imported, and another one when the interpreter ends

@@ -5,25 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from module_process import run_module
+from module_process import run_module, start_module
+from small_runs import SMALL
 
-ROOT = Path(__file__).parents[2]
-COMMAND = (
-    sys.executable,
-    "-m",
-    "ragen_pl.fit",
-    "env=frozenlake",
-    "logger=none",
-    "callbacks.progress=null",
-    "callbacks.trajectories=null",
+SETTINGS = (
+    *SMALL,
     "warm_start.steps=2",
     "warm_start.episodes=4",
     "rollout.groups=4",
@@ -38,31 +29,27 @@ COMMAND = (
 def test_a_stopped_run_saves_and_prints_the_command_that_resumes_it(
     tmp_path: Path, number: int, code: int
 ) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(
-        [*COMMAND, f"paths.run_dir={tmp_path}"],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a shell's background job ignores Ctrl-C, and so does every process that it starts
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
+    file = tmp_path / "output.txt"
+    arguments = [*SETTINGS, f"paths.run_dir={tmp_path}"]
+    run = start_module("ragen_pl.fit", arguments, folder=tmp_path, output=file)
     last = tmp_path / "checkpoints" / "last.ckpt"
     deadline = time.monotonic() + 600
     try:
         while not last.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         before = last.stat().st_mtime_ns
-        run.send_signal(number)
-        _, stderr = run.communicate(timeout=600)
+        os.kill(run.pid, number)
+        run.join(600)
     finally:
         run.kill()
-    assert run.returncode == code, stderr
+        run.join()
+    output = file.read_text()
+    assert run.exitcode == code, output
     assert last.stat().st_mtime_ns > before
-    (line,) = [line for line in stderr.splitlines() if line.startswith("ragen_pl: ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("ragen_pl: ")]
     message, _, command = line.partition("; resume with: ")
     assert f"the last checkpoint is {last}" in message
-    assert "Traceback" not in stderr
+    assert "Traceback" not in output
 
     python, dash_m, module, *overrides = shlex.split(command)
     assert (python, dash_m) == ("python", "-m")
