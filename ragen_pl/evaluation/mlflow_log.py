@@ -33,9 +33,8 @@ def tracked_run(cfg: DictConfig) -> dict[str, str] | None:
     """
     if not cfg.mlflow or cfg.source.run is None:
         return None
-    folder = Path(cfg.source.run)
-    run = known_run(folder)
-    known = run and (cfg.trust or may_name(folder, run["tracking_uri"], cfg.paths.root))
+    run = known_run(Path(cfg.source.run))
+    known = run and (cfg.trust or may_name(run, cfg.paths.root))
     return run if known else None
 
 

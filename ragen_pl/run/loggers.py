@@ -37,6 +37,7 @@ from ragen_pl.run.tracking import (
     may_name,
     tracking_uri,
     version_tags,
+    write_run_file,
 )
 
 log = logging.getLogger(__name__)
@@ -141,12 +142,7 @@ class RunLogger(MLFlowLogger):
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        from ragen_pl.run.mlflow_outbox import (
-            FOLDER,
-            client_of_new_store,
-            create_run,
-            write_run_file,
-        )
+        from ragen_pl.run.mlflow_outbox import FOLDER, client_of_new_store, create_run
 
         uri = self._tracking_uri
         check_reachable(uri)
@@ -341,10 +337,10 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
     """
     known = known_run(folder)
     # a run's folder is in <root>/<environment>
-    if known and not (trusted or may_name(folder, known["tracking_uri"], folder.parents[1])):
+    if known and not (trusted or may_name(known, folder.parents[1])):
         raise ConfigError(
             f"run={folder}: {RUN_FILE} names {known['tracking_uri']}, and nothing shows that this account wrote the "
-            "folder, so nothing is sent there; set trust=true if you trust its author"
+            "file, so nothing is sent there; set trust=true if you trust its author"
         )
     if not known:
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import sqlite3
@@ -21,10 +20,9 @@ from mlflow.tracking import MlflowClient
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from ragen_pl.files import atomic_write
 from ragen_pl.foreign_files import ForeignFileError, check_plain
 from ragen_pl.run.outbox import Call, Outbox, RefusedError, calls_in
-from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run
+from ragen_pl.run.tracking import check_reachable, known_run, write_run_file
 from ragen_pl.viewing.records import FILE, read_records
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
@@ -323,13 +321,6 @@ def create_run(client: Any, start: Call) -> tuple[str, str]:
         client.set_experiment_tag(experiment_id, _VIEW, "custom_model_development")
     run = client.create_run(experiment_id, run_name=start["name"], tags=dict(start["tags"]))
     return str(run.info.run_id), str(experiment_id)
-
-
-def write_run_file(folder: Path, *, run_id: str, uri: str) -> None:
-    """Write where a run is tracked into its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / RUN_FILE, durable=True) as file:
-        file.write_text(json.dumps({"run_id": run_id, "tracking_uri": uri}))
 
 
 def _plain(value: float) -> float | str:

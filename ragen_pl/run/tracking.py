@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -12,8 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.files import atomic_write
 from ragen_pl.foreign_files import is_inside, plain_json
-from ragen_pl.run.trust import is_own
+from ragen_pl.run.trust import is_signed, signed
 
 RUN_FILE = "mlflow_run.json"
 """File in a run's folder with the id of its MLflow run."""
@@ -31,8 +33,22 @@ def tracking_uri(root: str | Path, *, uri: str | None = None) -> str:
     )
 
 
+def write_run_file(folder: Path, *, run_id: str, uri: str) -> None:
+    """Write where a run is tracked into its folder, with this account's signature."""
+    known = {"run_id": run_id, "tracking_uri": uri}
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / RUN_FILE, durable=True) as file:
+        file.write_text(json.dumps(known | {"signature": signed(_signed_text(known))}))
+
+
+def _signed_text(known: Mapping[str, str]) -> str:
+    return json.dumps([known["run_id"], known["tracking_uri"]])
+
+
 def known_run(folder: Path) -> dict[str, str]:
-    """Return `run_id` and `tracking_uri` of a run folder's MLflow run, empty if it has none.
+    """Return `run_id`, `tracking_uri` and `signature` of a run folder's MLflow run, empty if it has none.
+
+    The signature is empty in files of other accounts and of earlier versions.
 
     Raises:
         ConfigError: its file holds something else.
@@ -49,18 +65,20 @@ def known_run(folder: Path) -> dict[str, str]:
         raise ConfigError(
             f"{file}: expected {' and '.join(names)} of an MLflow run; remove the file"
         )
-    return {name: found[name] for name in names}
+    signature = found.get("signature")
+    known = {name: found[name] for name in names}
+    return known | {"signature": signature if isinstance(signature, str) else ""}
 
 
-def may_name(folder: Path, uri: str, root: str | Path) -> bool:
-    """Return whether a run's folder may name an address: this account wrote the folder, or tracks there anyway.
+def may_name(known: Mapping[str, str], root: str | Path) -> bool:
+    """Return whether a run's folder may name an address: this account wrote it there, or tracks there anyway.
 
     Args:
-        folder: the run's folder.
-        uri: the address.
+        known: content of the run's file, see `known_run`.
         root: folder of the runs.
     """
-    return is_own(folder / "config.yaml") or uri == tracking_uri(root)
+    own = is_signed(_signed_text(known), known["signature"])
+    return own or known["tracking_uri"] == tracking_uri(root)
 
 
 def check_address(folder: Path, root: str | Path) -> None:
@@ -74,7 +92,7 @@ def check_address(folder: Path, root: str | Path) -> None:
         ConfigError: it does.
     """
     known = known_run(folder)
-    if known and not may_name(folder, known["tracking_uri"], root):
+    if known and not may_name(known, root):
         raise ConfigError(
             f"{folder / RUN_FILE}: tracking_uri={known['tracking_uri']}: nothing shows that this account wrote the "
             "folder, so nothing is sent there; set logger.uri=… or logger=none, or trust=true if you trust its author"

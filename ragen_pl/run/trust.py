@@ -68,8 +68,8 @@ def key_file() -> Path:
 
 def write_settings(file: Path, text: str) -> None:
     """Write settings with this account's signature; without one where the account can keep no key."""
-    key = _key(make=True)
-    line = f"{_SIGNATURE}{_signature(key, text)}\n" if key else ""
+    signature = signed(text)
+    line = f"{_SIGNATURE}{signature}\n" if signature else ""
     file.write_text(text + line, encoding="utf-8")
 
 
@@ -84,6 +84,21 @@ def is_own(file: Path) -> bool:
     key = _key(make=False) if found else b""
     expected = _signature(key, text).encode() if key else b""
     return bool(key) and hmac.compare_digest(expected, signature.strip())
+
+
+def signed(text: str) -> str:
+    """Return this account's signature of a text; empty where the account can keep no key."""
+    key = _key(make=True)
+    return _signature(key, text) if key else ""
+
+
+def is_signed(text: str, signature: str) -> bool:
+    """Return whether a signature of a text is this account's."""
+    key = _key(make=False)
+    expected = _signature(key, text) if key else ""
+    return bool(key) and hmac.compare_digest(
+        expected.encode(), signature.encode("utf-8", "replace")
+    )
 
 
 def _signature(key: bytes, text: str | bytes) -> str:

@@ -27,6 +27,7 @@ from ragen_pl.run.folder import Run
 from ragen_pl.run.loggers import RunLogger
 from ragen_pl.run.outbox import RefusedError
 from ragen_pl.run.replaying import read_settings
+from ragen_pl.run.tracking import write_run_file
 from ragen_pl.run.train import open_run
 
 pytestmark = pytest.mark.usefixtures("composed_once")
@@ -315,6 +316,18 @@ def test_sync_sends_nothing_where_a_folder_says(run, command, listener):
     for damaged in ("[]", "{", '{"run_id": 1, "tracking_uri": []}', "[" * 10_000):
         (run / "mlflow_run.json").write_text(damaged)
         assert "mlflow_run.json: expected" in command("sync", f"run={run}").refused()
+
+
+def test_an_address_counts_where_this_account_wrote_it(run, command, listener):
+    """Not where the run's own config.yaml lies beside somebody else's file, which may be a copy of it."""
+    uri, seen = listener
+    tracked(run, uri)
+    trust.write_settings(run / "config.yaml", (run / "config.yaml").read_text())
+    assert trust.is_own(run / "config.yaml")
+    assert "and nothing shows" in command("sync", f"run={run}").refused() and not seen
+    write_run_file(run, run_id="1" * 32, uri=uri)
+    command("sync", f"run={run}")
+    assert seen
 
 
 def test_a_resumed_run_sends_nothing_where_a_folder_says(run, listener):
