@@ -22,6 +22,7 @@ from module_process import run_module
 from omegaconf import OmegaConf
 
 from ragen_pl.config.composition import compose_accepted
+from ragen_pl.lock import one_at_a_time
 
 LIMIT_S = 3600
 # Pages whose commands train for minutes.
@@ -87,10 +88,19 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
-    """Return a folder in which the main job and its text twin have been run, briefly."""
-    folder = tmp_path_factory.mktemp("trained")
-    for env in ("frozenlake", "frozenlake_visual"):
-        run(smaller(f"python -m ragen_pl.fit env={env}", whole=True), folder, environment)
+    """Return a folder in which the main job and its text twin have been run, briefly, by one of the test processes."""
+    base = tmp_path_factory.getbasetemp()
+    # of a test process, inside that of all
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "trained"
+    done = folder.with_suffix(".done")
+    with one_at_a_time(folder.with_suffix(".lock")):
+        if not done.exists():
+            # of a process that has failed
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for env in ("frozenlake", "frozenlake_visual"):
+                run(smaller(f"python -m ragen_pl.fit env={env}", whole=True), folder, environment)
+            done.touch()
     return folder
 
 
