@@ -12,7 +12,7 @@ def test_six_iterations_double_the_success_of_the_warm_start(tmp_path):
         "env=frozenlake_visual",
         "trainer.max_epochs=6",
         "trainer.check_val_every_n_epoch=6",
-        "validation.episodes=256",
+        "validation.episodes=128",
         "validation/baselines=random",
         "logger=csv",
         "callbacks.progress=null",
