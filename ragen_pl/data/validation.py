@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 # of the validation set's initial states, those that occur more than once; as likely is it that training draws any of
 # the set (Good, 1953)
 _LIKELY = 0.3
+# fraction of initial states that differ, below which a line says so, and the number of states from which on it does
+_DISTINCT, _COUNTED = 0.9, 64
 # These words are part of the seeds; other words would give other episodes.
 VALIDATION_PURPOSE = "panel"
 _SCRIPTED_PURPOSE = "player"
@@ -154,8 +156,17 @@ class ValidationSet:
         return [str(key) for key in keys]
 
     def held_out_keys(self) -> list[str]:
-        """Return `state_keys`, with a warning where training loses likely initial states by them."""
+        """Return `state_keys`, with a line where many are equal and where training loses likely states by them."""
         keys = self.state_keys()
+        distinct = len(set(keys))
+        if len(keys) >= _COUNTED and distinct < _DISTINCT * len(keys):
+            log.info(
+                "validation set %s: %d of the %d initial states are distinct; episodes from equal ones depend on each "
+                "other, so its intervals are wider than they are shown; ragen_pl.evaluate counts the distinct ones",
+                self.name,
+                distinct,
+                len(keys),
+            )
         often = sum(count for count in Counter(keys).values() if count > 1) / len(keys)
         if often > _LIKELY:
             log.warning(
