@@ -23,6 +23,18 @@ _LINES, _INTERVAL_S = 10, 2.0
 _SHORT_S = 1.0
 
 
+def wide_console(log_width: int) -> Console:
+    """Return a console for tables.
+
+    Args:
+        log_width: columns where the output is no terminal; rich's default of 80 would wrap tables.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console.width = log_width
+    return console
+
+
 class PhaseProgress:
     """Progress of one phase. Call it with the number of episodes done and of all.
 

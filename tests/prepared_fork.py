@@ -1,6 +1,4 @@
-"""What each command reads first, for the forks of a process that has imported this module: the files of the
-configuration and the sources of the classes in it.
-"""
+"""Files of the configuration and signatures of its classes, read on import: forks of the process have them then."""
 
 from __future__ import annotations
 

@@ -93,6 +93,11 @@ class Credit:
         return of_turn.scatter_add(1, self.turn.clamp(min=0), inside) if turns else of_turn
 
     @property
+    def turns(self) -> Tensor:
+        """Number of turns of each trajectory, int64 `[trajectories]`."""
+        return self.turn.amax(1) + 1 if self.turn.numel() else torch.zeros_like(self.group)
+
+    @property
     def learned(self) -> Tensor:
         """Tokens at which a critic has a target, bool `[trajectories, tokens]`: those of either mask."""
         return self.loss_mask | self.advantage_mask
@@ -149,6 +154,19 @@ class Credit:
                 "with a critic or choose an estimator with needs_values = False"
             )
         return self.values
+
+    def need_states(self, estimator: object) -> Tensor:
+        """Return the states that turns start in.
+
+        Raises:
+            ValueError: there are none; the message names the estimator.
+        """
+        if self.state is None:
+            raise ValueError(
+                f"found state=None, expected those of the environment's state_key() for {type(estimator).__name__}; "
+                "choose an environment that has it or an estimator with needs_states = False"
+            )
+        return self.state
 
 
 def _or_one(setting: float | Tensor, where: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ragen_pl.callbacks.access import mlflow_loggers, run_folder
 from ragen_pl.metrics.proportions import wilson
+from ragen_pl.phases import wide_console
 
 # Rows of the table: label, metric, number of digits.
 _COLUMNS = (
@@ -86,9 +87,7 @@ class RunSummary(pl.Callback):
         """Print the table and the commands, on rank 0."""
         if not trainer.is_global_zero:
             return
-        console = self.console or Console()
-        if not console.is_terminal and self.console is None:
-            console.width = _LOG_WIDTH
+        console = self.console or wide_console(_LOG_WIDTH)
         rows = {"before": self.before, "after": self.after}
         if self.after:
             console.print(summary_table({**rows, **self.references, **(references or {})}))

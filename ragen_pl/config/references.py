@@ -39,7 +39,9 @@ def references_of_environment(target: object, folders: Sequence[Path]) -> dict[P
     """
     found: dict[Place, str] = {}
     groups = [folder / "env" for folder in (*folders, config_dir())]
-    for file in _with_dollars([file for group in groups for file in sorted(group.glob("*.yaml"))]):
+    for file in _that_may_refer(
+        [file for group in groups for file in sorted(group.glob("*.yaml"))]
+    ):
         settings = _with_bases(file, groups)
         if OmegaConf.select(settings, "env.target") == target:
             raw = OmegaConf.to_container(settings, resolve=False)
@@ -77,17 +79,17 @@ def _references(value: Any, *, place: Place) -> Iterator[tuple[Place, str]]:
         yield place, value
 
 
-def _with_dollars(files: Sequence[Path]) -> list[Path]:
-    """Return the files that may have references, their own or those of a base. To parse all of them takes seconds."""
+def _that_may_refer(files: Sequence[Path]) -> list[Path]:
+    """Return the files that hold a reference, or name one that does. To parse all of them takes seconds."""
     texts = {file: file.read_text("utf-8") for file in files}
-    found = {"${"}
+    names = {file.stem for file, text in texts.items() if "${" in text}
     while more := {
         file.stem
         for file, text in texts.items()
-        if file.stem not in found and any(name in text for name in found)
+        if file.stem not in names and any(name in text for name in names)
     }:
-        found |= more
-    return [file for file in files if file.stem in found]
+        names |= more
+    return [file for file in files if file.stem in names]
 
 
 def _with_bases(file: Path, groups: Sequence[Path]) -> DictConfig:

@@ -22,9 +22,9 @@ import torch
 from hydra import compose
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from lightning.pytorch.utilities import move_data_to_device
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 from rich.table import Table
 
 from ragen_pl.config.errors import ConfigError, config_errors
@@ -43,7 +43,7 @@ from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks, token_masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.scorer import Scorer
-from ragen_pl.phases import phase
+from ragen_pl.phases import phase, wide_console
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.attempts import GivenResponse
 from ragen_pl.rollout.proxy import AgentProxy
@@ -153,8 +153,8 @@ def audit(cfg: DictConfig) -> Audit:
         raise ConfigError(f"ckpt={cfg.ckpt}: give a run's checkpoint, which has its critic too")
     if not (cfg.trust or is_own(checkpoint.settings_file)):
         raise ConfigError(
-            f"{checkpoint.settings_file}: somebody else's run, which an audit trains on the environment of; set "
-            "trust=true if you trust its author"
+            f"{checkpoint.settings_file}: somebody else's run, and an audit builds what it names; set trust=true if "
+            "you trust its author"
         )
     algorithms = _algorithms(cfg)
     run = OmegaConf.create(run_settings(checkpoint.settings_file))
@@ -178,9 +178,10 @@ def audit(cfg: DictConfig) -> Audit:
         effects = measured_effects(
             proxy, responder, episodes, continuations=cfg.continuations, seed=cfg.seed
         )
-    batch = collate([trajectory for _, trajectory in episodes], bundle)
+    batch = move_data_to_device(collate([trajectory for _, trajectory in episodes], bundle), device)
     with torch.no_grad():
         _add_values(batch, models, tokens_per_forward=run["update"].tokens_per_forward)
+    batch = move_data_to_device(batch, torch.device("cpu"))
     advantages = {
         name: of_effects
         for name, algorithm in algorithms.items()
@@ -188,14 +189,11 @@ def audit(cfg: DictConfig) -> Audit:
     }
     found = compared(effects, advantages, seed=cfg.seed)
     folder = Path(cfg.to).expanduser() if cfg.to else time_stamped(checkpoint.run / "audits")
-    _write(found, folder, about={"checkpoint": str(checkpoint.path), **_sizes(cfg)})
+    sizes = {name: cfg[name] for name in ("groups", "group_size", "continuations", "seed")}
+    _write(found, folder, about={"checkpoint": str(checkpoint.path), **sizes})
     _print(found, cfg)
     log.info("written to %s", folder)
     return found
-
-
-def _sizes(cfg: DictConfig) -> dict[str, int]:
-    return {name: cfg[name] for name in ("groups", "group_size", "continuations", "seed")}
 
 
 def _algorithms(cfg: DictConfig) -> dict[str, DictConfig]:
@@ -377,12 +375,12 @@ def _advantages(
     estimates = assign_credit(
         batch, layout, kept, estimator, whiten_advantages=False, normalizer=normalizer
     )
-    of_tokens = torch.where(kept.loss, estimates.advantages, 0.0).double()
     turn = torch.where(kept.loss, layout.turn, -1)
     means = []
     for effect in effects:
-        inside = turn[effect.episode] == effect.turn
-        means.append(float(of_tokens[effect.episode][inside].sum() / inside.sum().clamp(min=1)))
+        of_turn = estimates.advantages[effect.episode][turn[effect.episode] == effect.turn].double()
+        # a turn may have no trained token
+        means.append(float(of_turn.mean()) if len(of_turn) else 0.0)
     return means
 
 
@@ -450,9 +448,7 @@ def _correlation(values: np.ndarray, others: np.ndarray) -> float:
 
 
 def _print(found: Audit, cfg: DictConfig) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _LOG_WIDTH
+    console = wide_console(_LOG_WIDTH)
     table = Table(
         title=f"Advantages of {len(found.effects)} turns beside their effects", title_justify="left"
     )

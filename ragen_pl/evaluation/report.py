@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ragen_pl.json_text import json_text
+from ragen_pl.phases import wide_console
 
 POLICY, BLANK_IMAGES, WARM_START = "policy", "blank images", "warm start"
 """Names in the tables of the trained policy, of the same with blank images, and of its warm start."""
@@ -128,9 +129,7 @@ def print_tables(
     console: Console | None = None,
 ) -> None:
     """Print the tables."""
-    screen = console or Console()
-    if not screen.is_terminal and console is None:
-        screen.width = _LOG_WIDTH
+    screen = console or wide_console(_LOG_WIDTH)
     for title, (head, rows) in _tables(validation_sets).items():
         table = Table(title=title)
         for number, name in enumerate(head):

@@ -26,6 +26,7 @@ from ragen_pl.modules.frozen import FINGERPRINTS, Fingerprint, fingerprints, wit
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.recording import UPDATE, Finding, Recordable, find, repeat
 from ragen_pl.modules.tracing import StepTrace
+from ragen_pl.phases import wide_console
 from ragen_pl.rank_states import resolved
 from ragen_pl.run.build import (
     assemble_agent,
@@ -116,10 +117,7 @@ def replay(cfg: DictConfig) -> Finding | None:
     for title, dtype in columns.items():
         module = build_module(settings, recorded, dtype=dtype, device=device_named(cfg.device))
         traces[title] = [repeat(module, in_type(step, dtype)) for step in recorded.steps]
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH
-    return report(recorded.steps, traces, console=console)
+    return report(recorded.steps, traces, console=wide_console(_WIDTH))
 
 
 def read_batch(cfg: DictConfig) -> Recorded:

@@ -77,7 +77,7 @@ def may_name(known: Mapping[str, str], root: str | Path) -> bool:
         known: content of the run's file, see `known_run`.
         root: folder of the runs.
     """
-    own = is_signed(_signed_text(known), known["signature"])
+    own = is_signed(_signed_text(known), known["signature"].encode("utf-8", "replace"))
     return own or known["tracking_uri"] == tracking_uri(root)
 
 

@@ -81,9 +81,7 @@ def is_own(file: Path) -> bool:
         text, found, signature = file.read_bytes().rpartition(_SIGNATURE.encode())
     except OSError:
         return False
-    key = _key(make=False) if found else b""
-    expected = _signature(key, text).encode() if key else b""
-    return bool(key) and hmac.compare_digest(expected, signature.strip())
+    return bool(found) and is_signed(text, signature.strip())
 
 
 def signed(text: str) -> str:
@@ -92,13 +90,10 @@ def signed(text: str) -> str:
     return _signature(key, text) if key else ""
 
 
-def is_signed(text: str, signature: str) -> bool:
+def is_signed(text: str | bytes, signature: bytes) -> bool:
     """Return whether a signature of a text is this account's."""
     key = _key(make=False)
-    expected = _signature(key, text) if key else ""
-    return bool(key) and hmac.compare_digest(
-        expected.encode(), signature.encode("utf-8", "replace")
-    )
+    return bool(key) and hmac.compare_digest(_signature(key, text).encode(), signature)
 
 
 def _signature(key: bytes, text: str | bytes) -> str:

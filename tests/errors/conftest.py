@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import shutil
-import signal
-import sys
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import pytest
+from called_commands import Result, caller
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from ragen_pl.evaluation import settings
@@ -62,52 +57,12 @@ def tiny() -> tuple[str, ...]:
     return TINY
 
 
-@dataclass
-class Result:
-    """How a command ended and what it printed."""
-
-    code: object
-    stderr: str
-    stdout: str
-
-    def refused(self) -> str:
-        """Return the one line of a refusal."""
-        assert self.code == 2, (self.code, self.stderr)
-        assert "Traceback" not in self.stderr
-        # transformers draws a bar while it loads weights
-        lines = [line for line in self.stderr.splitlines() if "Loading weights" not in line]
-        lines = [line for line in lines if line]
-        assert len(lines) == 1 and lines[0].startswith("ragen_pl: "), self.stderr
-        return lines[0].removeprefix("ragen_pl: ")
-
-
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """Return `python -m ragen_pl.NAME` as a function of its name and arguments."""
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.chdir(tmp_path)
-
-    def call(name: str, *arguments: str) -> Result:
-        main = import_module(f"ragen_pl.{name}").main
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        capsys.readouterr()
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        environment = dict(os.environ)
-        code: object = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code
-        finally:
-            GlobalHydra.instance().clear()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            os.environ.clear()
-            os.environ.update(environment)
-        printed = capsys.readouterr()
-        return Result(code, printed.err, printed.out)
-
-    return call
+    return caller(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,7 @@ def test_an_environment_that_breaks_the_protocol_is_refused(
         ("HangsInConstructor", "its constructor", False),
         ("HangsInConstructor", "its constructor", True),
         ("HangsInReset", "reset(seed=0, options=None)", False),
+        ("HangsInStep", "step(1)", False),
         ("HangsInStep", "step(1)", True),
     ],
 )

@@ -112,11 +112,13 @@ def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path)
     assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.parametrize("source", ["mlflow", "exported"])
+@pytest.mark.parametrize("source", ["file", "run", "mlflow", "exported"])
 def test_same_weights_give_the_same_table(
     source: str, run: Path, exported: Path, table: Evaluation, tmp_path: Path
 ) -> None:
     ckpt = {
+        "file": str(run / "checkpoints" / "last.ckpt"),
+        "run": str(run),
         "mlflow": json.loads((run / "mlflow_run.json").read_text())["run_id"],
         "exported": str(exported),
     }[source]

@@ -37,7 +37,10 @@ def fit(setup, folder, scores, *, callbacks=(), **changes):
 @pytest.mark.parametrize(
     "scores, step",
     [
-        # before the first iteration, after the second and after the third, the last one;
+        # before the first iteration, after the second and after the third, the last one
+        ([(0.9, 0.0), (0.5, 0.0), (0.6, 0.0)], 0),
+        ([(0.1, 0.0), (0.5, 0.0), (0.4, 0.0)], 8),
+        ([(0.1, 0.0), (0.5, 0.0), (0.6, 0.0)], 12),
         # of equals by the return, else the earliest
         ([(0.9, 0.2), (0.9, 0.1), (0.9, 0.2)], 0),
         ([(0.9, 0.2), (0.9, 0.1), (0.9, 0.3)], 12),

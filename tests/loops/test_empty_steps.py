@@ -87,9 +87,8 @@ def fit(
     return watch, {name: float(metrics[f"update/empty_steps_{name}"]) for name in GROUPS}
 
 
-@pytest.mark.parametrize(
-    ("own_critic", "accumulate"), [(False, 1), (True, 2)], ids=["shared trunk", "own trunk"]
-)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("own_critic", [False, True], ids=["shared trunk", "own trunk"])
 def test_more_minibatches_than_samples(setup_of, accumulate, own_critic):
     """12 episodes as 12 samples, one a window of the whole episode, in 16 minibatches."""
     setup = setup_of(window="all", weight_decay=0.1, own_critic=own_critic)

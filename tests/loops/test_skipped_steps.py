@@ -123,11 +123,12 @@ def as_text(points) -> list[str]:
 @pytest.mark.parametrize(
     "changes",
     [
+        {"trainer": {"gradient_clip_val": 0.5}},
         {"tokens_per_microbatch": 150},
         {"dtype": torch.bfloat16, "kl": {"reference": MovingAverage(decay=0.5)}},
         {"lora": {"r": 2}, "dtype": torch.bfloat16, "trainer": {"gradient_clip_val": None}},
     ],
-    ids=["microbatches", "master weights", "adapters"],
+    ids=["clipped", "microbatches", "master weights", "adapters"],
 )
 def test_a_skipped_step_changes_nothing_and_is_counted(setup_of, changes):
     poison = Poison(5, 10)

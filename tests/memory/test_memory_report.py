@@ -136,18 +136,18 @@ def test_strategies_share_the_state_of_training(strategy, expected):
     ("overrides", "share"),
     [
         ((), 0.0),
-        ((HALF,), 0.0),
-        ((HALF, "+optimizer.foreach=true"), 1.0),
+        (("+optimizer.foreach=true",), 1.0),
         # without fused kernels: on a GPU its own choice are lists too
         (("optimizer._target_=torch.optim.NAdam",), 1.0),
     ],
 )
+@pytest.mark.parametrize("dtype", [(), (HALF,)], ids=["float32", "bfloat16"])
 def test_a_plan_counts_the_step_of_the_kernels_that_a_gpu_runs(
-    folder, monkeypatch, overrides, share
+    folder, monkeypatch, overrides, share, dtype
 ):
     """Lists of all weights need a float32 number for each of them, fused kernels none."""
     cfg, _, _ = gpu_plan(
-        monkeypatch, folder, "algorithm=grpo", "~optimizer.weight_decay", *overrides
+        monkeypatch, folder, "algorithm=grpo", "~optimizer.weight_decay", *overrides, *dtype
     )
     plan = plan_memory(cfg)
     assert plan.phases[-1].parts["step"] == pytest.approx(share * plan.trained * 4, rel=0.01)

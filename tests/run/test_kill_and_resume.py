@@ -80,7 +80,7 @@ def test_a_warm_start_killed_in_its_middle_is_resumed_exactly(job):
     reference.run(*settings)
     killed.kill_at("warm_start-10", *settings)
     assert (killed.folder / "warm_start.ckpt").exists()
-    # a warm start from its beginning would pass step 7 again
+    # a warm start from its beginning would take step 7 again
     killed.kill_at("warm_start-11", *settings, "ckpt_path=last")
     killed.run(*settings, *never_reached("warm_start-7"), "ckpt_path=last")
     assert not (killed.folder / "warm_start.ckpt").exists()

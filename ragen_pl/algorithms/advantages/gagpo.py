@@ -121,18 +121,12 @@ class GroupGAE(Estimator):
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `group_gae` to the rewards of the turns."""
-        if credit.state is None:
-            raise ValueError(
-                "found no states, expected those of the environment's state_key(); GroupGAE values a turn by other "
-                "visits of its state: choose an environment that has it, or algorithm=rloo"
-            )
-        state = credit.state
-        turns = credit.turn.amax(1) + 1 if credit.turn.numel() else torch.zeros_like(credit.group)
+        state = credit.need_states(self)
         settings = {
             name: credit.at_turns(value, turns=state.shape[1])
             for name, value in (("gamma", self.gamma), ("lam", self.lam))
         }
         of_turn = group_gae(
-            credit.turn_rewards(state.shape[1]), state, credit.group, turns, **settings
+            credit.turn_rewards(state.shape[1]), state, credit.group, credit.turns, **settings
         )
         return broadcast_turns(of_turn, credit)

@@ -224,12 +224,7 @@ class GroupInGroup(Estimator):
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `gigpo` to the returns and to the rewards of the turns."""
-        if credit.state is None:
-            raise ValueError(
-                "found no anchor states, expected those of the environment's state_key(); GroupInGroup compares "
-                "turns from the same state: choose an environment that has it, or algorithm=grpo"
-            )
-        state = credit.state
+        state = credit.need_states(self)
         of_turn = gigpo(
             credit.returns,
             credit.group,

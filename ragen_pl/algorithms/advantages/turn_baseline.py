@@ -82,7 +82,7 @@ class TurnLeaveOneOut(Estimator):
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `turn_leave_one_out` to the rewards of the turns."""
-        turns = credit.turn.amax(1) + 1 if credit.turn.numel() else torch.zeros_like(credit.group)
+        turns = credit.turns
         longest = int(turns.max()) if len(turns) else 0
         gamma = credit.at_turns(self.gamma, turns=longest)
         from_here = step_returns(credit.turn_rewards(longest), gamma=gamma)
