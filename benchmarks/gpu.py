@@ -242,7 +242,10 @@ def sampling(bench: Bench) -> None:
 
 
 def _ms_a_token(bench: Bench, sample: Callable[[int], None]) -> float:
-    """Return the milliseconds of a further token, from responses of two lengths, each the faster of two."""
+    """Return the milliseconds of a further token, from responses of two lengths, each the faster of two.
+
+    NaN where the longer response was not slower: it is too short for this machine to time.
+    """
     few, many = 8, 8 + bench.tokens
     # the longer one first: the graphs that it captures serve the shorter one too, which would capture none
     for count in (many, few):
@@ -253,7 +256,8 @@ def _ms_a_token(bench: Bench, sample: Callable[[int], None]) -> float:
         sample(count)
         seconds[count] = min(seconds[count], bench.synchronized() - began)
     print(f"  {few} tokens {seconds[few]:.2f} s, {many} tokens {seconds[many]:.2f} s", flush=True)
-    return 1000 * (seconds[many] - seconds[few]) / bench.tokens
+    further = seconds[many] - seconds[few]
+    return 1000 * further / bench.tokens if further > 0 else float("nan")
 
 
 def _respond(engine: TransformersEngine, bench: Bench, count: int) -> None:
