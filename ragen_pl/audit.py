@@ -8,12 +8,14 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
+from ragen_pl.machine import collection_paused
 
 
 @hydra_main("audit")
 def main(cfg: DictConfig) -> None:
     """Play episodes and their continuations, and print how the algorithms' advantages agree with the effects."""
-    from ragen_pl.evaluation.auditing import audit
+    with collection_paused():
+        from ragen_pl.evaluation.auditing import audit
 
     audit(cfg)
 

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
 from ragen_pl.evaluation.settings import resolve_evaluation
+from ragen_pl.machine import collection_paused
 
 
 @hydra_main("evaluate", prepare=resolve_evaluation)
@@ -17,7 +18,8 @@ def main(cfg: DictConfig) -> float:
     from ragen_pl.evaluation.checks import check_evaluation
 
     check_evaluation(cfg)
-    from ragen_pl.evaluation.evaluator import evaluate
+    with collection_paused():
+        from ragen_pl.evaluation.evaluator import evaluate
 
     return evaluate(cfg).objective
 

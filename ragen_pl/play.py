@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
 from ragen_pl.evaluation.settings import resolve_settings
+from ragen_pl.machine import collection_paused
 
 
 @hydra_main("play", prepare=resolve_settings)
@@ -17,7 +18,8 @@ def main(cfg: DictConfig) -> float:
     from ragen_pl.playing.checks import check_play
 
     check_play(cfg)
-    from ragen_pl.playing.play import play
+    with collection_paused():
+        from ragen_pl.playing.play import play
 
     return play(cfg).reward
 

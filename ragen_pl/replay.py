@@ -10,6 +10,7 @@ from argparse import Namespace
 from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
+from ragen_pl.machine import collection_paused
 
 
 def name_file(args: Namespace) -> list[str]:
@@ -24,7 +25,8 @@ def name_file(args: Namespace) -> list[str]:
 @hydra_main("replay", prepare=name_file)
 def main(cfg: DictConfig) -> None:
     """Repeat the step and print the norms of each part."""
-    from ragen_pl.run.replaying import replay
+    with collection_paused():
+        from ragen_pl.run.replaying import replay
 
     replay(cfg)
 

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
 from ragen_pl.evaluation.settings import resolve_settings
+from ragen_pl.machine import collection_paused
 
 
 @hydra_main("serve", prepare=resolve_settings)
@@ -17,7 +18,8 @@ def main(cfg: DictConfig) -> None:
     from ragen_pl.deployment.checks import check_serve
 
     check_serve(cfg)
-    from ragen_pl.deployment.serving import serve
+    with collection_paused():
+        from ragen_pl.deployment.serving import serve
 
     serve(cfg)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import parsed_once
+import parsed_once  # noqa: F401
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
 from ragen_pl.config import check_config, config_dir
 from ragen_pl.evaluation.settings import resolve_settings
-
-FileConfigSource.load_config = parsed_once.load
 
 
 def composed(*overrides: str, command: str = "fit", checked: bool = True) -> DictConfig:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
+import gc
 
 from ragen_pl.config.check import check_config
 from ragen_pl.config.composition import compose_accepted
-from tests import parsed_once
+from tests import parsed_once  # noqa: F401
 
-FileConfigSource.load_config = parsed_once.load
 for environment in ("frozenlake", "frozenlake_visual"):
     check_config(compose_accepted("fit", [f"env={environment}"])[0])
+# a collection in a fork would copy the pages of all that was imported
+gc.freeze()

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.environments.check import check_environment
+from ragen_pl.machine import collection_paused
 from ragen_pl.run.checkpoint_check import problem_of
 from ragen_pl.run.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
 from ragen_pl.run.tracking import known_run
@@ -34,7 +35,8 @@ def check_run(cfg: DictConfig) -> None:
     if cfg.get("algorithm"):
         if not is_launched():
             log.info("loading torch and the settings' classes")
-        from ragen_pl.run.component_checks import check_components
+        with collection_paused():
+            from ragen_pl.run.component_checks import check_components
 
         check_components(cfg, environment)
     # what MLflow has not got of a run under way is kept

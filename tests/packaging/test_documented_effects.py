@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import parsed_once
+import parsed_once  # noqa: F401
 import pytest
 from documents import PAGES, ROOT, blocks, commands, has_value, write_files
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
@@ -164,11 +163,6 @@ def check_groups(overrides: Sequence[str]) -> None:
         if composed("fit", (*plain, line), None) == composed("fit", plain, None):
             is_chosen = choices(plain).get(group) == line.partition("=")[2]
             assert is_chosen, f"{line}: changes nothing"
-
-
-@pytest.fixture(autouse=True)
-def files_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileConfigSource, "load_config", parsed_once.load)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ The heavy dependencies are those of the running environment, put on the new one'
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ragen_pl.machine import collection_paused
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -136,3 +139,14 @@ def test_import_is_fast(installed, tmp_path):
     )
     done = call(installed / "python", "-c", code, cwd=tmp_path)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_imports_are_not_collected():
+    with collection_paused():
+        assert not gc.isenabled()
+        with collection_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 10_000
+    gc.unfreeze()
