@@ -341,6 +341,12 @@ class BestCheckpoint(ModelCheckpoint):
         """Forget this iteration's metrics: the weights are no longer those that were validated."""
         self._measured = False
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note whether the run goes on after a validation of its weights."""
+        super().on_train_start(trainer, pl_module)
+        loop = trainer.fit_loop
+        self._measured = isinstance(loop, RolloutUpdateLoop) and loop.is_measured
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget earlier metrics."""
         self.forget()

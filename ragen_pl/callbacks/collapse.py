@@ -22,6 +22,7 @@ from ragen_pl.constraints import Count, CountOrZero, Fraction, declared, shown
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.files import atomic_write
 from ragen_pl.json_text import json_text
+from ragen_pl.loops.rollout_update import RolloutUpdateLoop
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import with_frozen
 from ragen_pl.modules.losses import UpdateLoss
@@ -302,6 +303,8 @@ class CollapseMonitor(pl.Callback):
             group["lr"] = rate
         for callback in callbacks_of(trainer, BestCheckpoint):
             callback.forget()
+        if isinstance(trainer.fit_loop, RolloutUpdateLoop):
+            trainer.fit_loop.forget_validation()
         datamodule = datamodule_of(trainer)
         if isinstance(datamodule, RolloutDataModule):
             datamodule.drop_ahead()

@@ -45,9 +45,8 @@ class RolloutUpdateLoop(_FitLoop):
     _resumed: bool
     # resumed after the last minibatch: only the end of the iteration is left
     _finishing: bool
-    # a validation has ended since the last minibatch, and in this process: its metrics are known
-    _validated: bool
-    _measured: bool
+    # metrics of the validation of the present weights, None without one
+    _measured: dict[str, torch.Tensor] | None
     # after the last minibatch that was trained on
     _loader_states: list[dict[str, Any]]
     # accumulated before a checkpoint inside an optimizer step
@@ -59,8 +58,8 @@ class RolloutUpdateLoop(_FitLoop):
         new = cls.__new__(cls)
         new.__dict__.update(old.__dict__)
         new.validate_first = validate_first
-        new._resumed = new._finishing = new._validated = new._measured = False
-        new._loader_states, new._gradients = [], {}
+        new._resumed = new._finishing = False
+        new._measured, new._loader_states, new._gradients = None, [], {}
         return new
 
     @property
@@ -124,6 +123,8 @@ class RolloutUpdateLoop(_FitLoop):
 
     def on_run_start(self) -> None:
         """Call the start hooks, and validate the untrained policy if `validate_first` is set."""
+        # a checkpoint that was written after a validation has its metrics, and it is not repeated
+        self.trainer._logger_connector._callback_metrics.update(self._measured or {})
         super().on_run_start()
         self._restore_gradients()
         if self.validate_first and not self._resumed and self.trainer.enable_validation:
@@ -140,7 +141,7 @@ class RolloutUpdateLoop(_FitLoop):
         if not datamodule.has_buffer(iteration):
             self._combined_loader_states_to_load, self._loader_states = [], []
             self._rollout(datamodule, iteration)
-            self.note_validation(ended=False)
+            self.forget_validation()
         self.trainer.lightning_module.train()
         super().on_advance_start()
 
@@ -155,7 +156,7 @@ class RolloutUpdateLoop(_FitLoop):
             assert self._data_fetcher is not None
             due = self.epoch_loop._should_check_val_fx(self._data_fetcher)
         due = due or (is_last_iteration(self.trainer) and self.trainer.enable_validation)
-        if due and not self._validated:
+        if due and not self.is_measured:
             with self._before_the_last_step_is_counted():
                 self._validate()
 
@@ -187,7 +188,7 @@ class RolloutUpdateLoop(_FitLoop):
 
         All of it comes before the Trainer moves the model to the host.
         """
-        if self.trainer.enable_validation and not self._measured:
+        if self.trainer.enable_validation and not self.is_measured:
             if self.trainer.is_global_zero:
                 log.info("validating the last weights")
             self._validate()
@@ -213,9 +214,9 @@ class RolloutUpdateLoop(_FitLoop):
         self.epoch_loop._batches_that_stepped += 1
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Return the loop's state: progress, loader positions and accumulated gradients."""
+        """Return the loop's state: progress, loader positions, accumulated gradients and metrics of a validation."""
         state = super().on_save_checkpoint()
-        state["validated"] = self._validated
+        state["measured"] = self._measured
         batches = self.epoch_loop.batch_progress
         if _untrained(batches):
             state["combined_loader"] = self._loader_states
@@ -231,14 +232,24 @@ class RolloutUpdateLoop(_FitLoop):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Restore `on_save_checkpoint`'s state."""
         super().on_load_checkpoint(state_dict)
-        self._validated = state_dict["validated"]
+        # earlier versions kept none, and validate again
+        self._measured = state_dict.get("measured")
         self._loader_states = self._combined_loader_states_to_load
         gradients = state_dict.get("gradients", [])
         self._gradients = gradients[rank()] if len(gradients) == world_size() else {}
 
-    def note_validation(self, *, ended: bool) -> None:
-        """Store whether a validation has ended since the last minibatch. One that was interrupted starts again."""
-        self._validated = self._measured = ended
+    @property
+    def is_measured(self) -> bool:
+        """Whether the Trainer's metrics of a validation are those of the present weights."""
+        return self._measured is not None
+
+    def note_validation(self) -> None:
+        """Store the metrics of the validation that has ended. One that was interrupted starts again."""
+        self._measured = dict(self.trainer._logger_connector.metrics["callback"])
+
+    def forget_validation(self) -> None:
+        """Note that the weights are no longer those that were validated."""
+        self._measured = None
 
     def note_trained(self) -> None:
         """Store the loader's position. It is one ahead while the next minibatch is trained on."""
@@ -337,7 +348,7 @@ class RolloutUpdate(pl.Callback):
     ) -> None:
         """Seed the step from counters. Dropout is then the same after a resume."""
         loop = cast(RolloutUpdateLoop, trainer.fit_loop)
-        loop.note_validation(ended=False)
+        loop.forget_validation()
         seed = derive_seed(loop._collector.seed, "update", trainer.current_epoch, rank(), batch_idx)
         torch.manual_seed(seed)
 
@@ -350,7 +361,7 @@ class RolloutUpdate(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that the validation has ended."""
         if isinstance(trainer.fit_loop, RolloutUpdateLoop):
-            trainer.fit_loop.note_validation(ended=True)
+            trainer.fit_loop.note_validation()
 
 
 def is_last_iteration(trainer: pl.Trainer) -> bool:

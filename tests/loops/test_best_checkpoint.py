@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from ragen_pl.callbacks.checkpoint import BestCheckpoint
+from ragen_pl.callbacks.checkpoint import BestCheckpoint, RunCheckpoint
 
 
 def fit(setup, folder, scores, *, callbacks=(), **changes):
@@ -69,6 +69,23 @@ def test_a_run_resumes_from_the_weights_before_its_first_iteration(setup_of, tmp
     assert not left and float(best.best_model_score) == pytest.approx(0.9)
     for weight, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("iteration", [2, 3])
+def test_a_run_that_goes_on_after_a_validation_keeps_its_weights(setup_of, tmp_path, iteration):
+    scores = [(0.1, 0.0), (0.5, 0.0), (0.6, 0.0)]
+    run = RunCheckpoint(
+        dirpath=str(tmp_path), filename="{epoch}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=False,
+    )  # fmt: skip
+    fit(setup_of(), tmp_path, scores, callbacks=[run])
+    (tmp_path / "best.ckpt").unlink()
+    file = tmp_path / f"epoch={iteration - 1}.ckpt"
+    # the validations that are left are worse
+    worse = [(0.2, 0.0)] * (3 - iteration)
+    _, best, left = fit(setup_of(), tmp_path, worse, ckpt_path=str(file))
+    assert not left and float(best.best_model_score) == pytest.approx(scores[iteration - 1][0])
+    saved = torch.load(tmp_path / "best.ckpt", weights_only=True)
+    assert saved["global_step"] == 4 * iteration
 
 
 def test_a_run_that_ends_by_steps_validates_its_last_weights(setup_of, tmp_path):

@@ -113,6 +113,12 @@ def test_resuming_from_any_hook_is_exact(setup_of, tmp_path):
     assert resume_everywhere(setup_of(), tmp_path, POINTS, chosen=one_of_each_hook) == len(POINTS)
 
 
+def test_resuming_after_any_validation_is_exact(setup_of, tmp_path):
+    """Those before the first iteration and of the last weights too: none is repeated."""
+    setup = setup_of(trainer={"max_epochs": 2})
+    assert resume_everywhere(setup, tmp_path, ("on_validation_end",), chosen=every(1)) == 3
+
+
 def test_resuming_with_all_kinds_of_state_is_exact(setup_of, tmp_path):
     """Dropout, a separate critic, whole conversations, a filter, running statistics, a moving reference, and
     checkpoints inside an optimizer step.
