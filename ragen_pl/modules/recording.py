@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,6 +22,7 @@ from ragen_pl.files import atomic_write
 from ragen_pl.modules.frozen import FINGERPRINTS, SavesTrainedWeights, without_frozen
 from ragen_pl.modules.tracing import StepTrace, trace_step
 from ragen_pl.seeding import restore_random_state
+from ragen_pl.settings_files import SETTINGS, newest_settings
 
 log = logging.getLogger(__name__)
 UPDATE = "update"
@@ -38,6 +39,11 @@ class Recordable(SavesTrainedWeights):
 
     phase: ClassVar[str] = UPDATE
     """Name of what is trained."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the name of the file with the run's present settings."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[SETTINGS] = _settings_of(self)
 
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a minibatch, as `training_step` does, and its parts by name."""
@@ -137,7 +143,11 @@ def record(module: Recordable, step: RecordedStep, folder: Path) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if step.rank == 0:
-            saved = {"module": without_frozen(module, state), FINGERPRINTS: module.fingerprints}
+            saved = {
+                "module": without_frozen(module, state),
+                FINGERPRINTS: module.fingerprints,
+                SETTINGS: _settings_of(module),
+            }
             with atomic_write(folder / step.weights) as partial:
                 torch.save(saved, partial)
         step.write(file)
@@ -145,6 +155,10 @@ def record(module: Recordable, step: RecordedStep, folder: Path) -> Path | None:
         log.warning("%s cannot be written: %s", file, error)
         return None
     return file
+
+
+def _settings_of(module: Recordable) -> str:
+    return newest_settings(Path(module.trainer.default_root_dir)).name
 
 
 def _versions() -> dict[str, str]:

@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.foreign_files import settings_text
 from ragen_pl.run.folder import Run, last_whole, run_of, time_of
-from ragen_pl.run.start_settings import newest_settings
 from ragen_pl.run.tracking import RUN_FILE, check_reachable, known_run, tracking_uri
 from ragen_pl.run.trust import is_own
+from ragen_pl.settings_files import newest_settings
 
 log = logging.getLogger(__name__)
 

@@ -49,6 +49,7 @@ from ragen_pl.run.weights import (
     module_state,
     read_checkpoint,
 )
+from ragen_pl.settings_files import SETTINGS, newest_settings, number_of
 
 log = logging.getLogger(__name__)
 # groups of a run's config that a step is repeated with, and what of them is not used
@@ -95,12 +96,14 @@ class Recorded:
         weights: weights before the step.
         fingerprints: fingerprints of the weights that are left out of these.
         run: the run's folder.
+        settings: the config of the start that it is of.
     """
 
     steps: list[RecordedStep]
     weights: Mapping[str, Tensor]
     fingerprints: Mapping[str, Fingerprint]
     run: Path
+    settings: Path
 
 
 def replay(cfg: DictConfig) -> Finding | None:
@@ -111,7 +114,7 @@ def replay(cfg: DictConfig) -> Finding | None:
     """
     quieten()
     recorded = read_batch(cfg) if cfg.batch else read_checkpointed(cfg)
-    settings = read_settings(recorded.run / "config.yaml", trusted=cfg.trust)
+    settings = read_settings(recorded.settings, trusted=cfg.trust)
     columns = {"as in the run": None} | ({cfg.dtype: cfg.dtype} if cfg.dtype else {})
     traces: dict[str, list[list[StepTrace]]] = {}
     for title, dtype in columns.items():
@@ -128,7 +131,7 @@ def read_batch(cfg: DictConfig) -> Recorded:
         step = RecordedStep.read(file)
     run = _run_folder(cfg, file, place)
     saved = read_checkpoint(file.with_name(step.weights), source=place, hint=_HINT)
-    return Recorded([step], module_state(saved), saved.get(FINGERPRINTS, {}), run)
+    return _recorded([step], saved, run)
 
 
 def read_checkpointed(cfg: DictConfig) -> Recorded:
@@ -142,11 +145,23 @@ def read_checkpointed(cfg: DictConfig) -> Recorded:
     place = f"ckpt={cfg.ckpt}"
     run = _run_folder(cfg, found.path, place)
     saved = read_checkpoint(found.path, source=place, hint="give a run's checkpoint")
-    settings = read_settings(run / "config.yaml", trusted=cfg.trust)
+    settings = read_settings(_settings_file(saved, run), trusted=cfg.trust)
     with config_errors(place):
         saved = resolved(saved, place=found.path.parent)
         steps = steps_in_checkpoint(saved, settings)
-    return Recorded(steps, module_state(saved), saved.get(FINGERPRINTS, {}), run)
+    return _recorded(steps, saved, run)
+
+
+def _recorded(steps: list[RecordedStep], saved: Mapping[str, Any], run: Path) -> Recorded:
+    settings = _settings_file(saved, run)
+    return Recorded(steps, module_state(saved), saved.get(FINGERPRINTS, {}), run, settings)
+
+
+def _settings_file(saved: Mapping[str, Any], run: Path) -> Path:
+    """Return the config that weights were trained with; of an earlier version, that of the run's last start."""
+    name = saved.get(SETTINGS)
+    known = isinstance(name, str) and number_of(name) is not None
+    return run / str(name) if known else newest_settings(run)
 
 
 def _run_folder(cfg: DictConfig, file: Path, place: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,14 @@ from yaml import YAMLError
 
 from ragen_pl.config.check import leaves
 from ragen_pl.run.trust import write_settings
+from ragen_pl.settings_files import FIRST, newest_settings, number_of, settings_file
 
-FIRST = "config.yaml"
-_LATER = re.compile(r"config_([1-9][0-9]*)\.yaml")
 # keys of the start itself
 _OF_THE_START = ("ckpt_path", "paths.run_dir", "paths.root")
 # keys that are named first, with their values
 _MOST = ("env.name", "env.target", "seed")
 _NAMED = 8
 _UNSET = "unset"
-
-
-def newest_settings(folder: Path) -> Path:
-    """Return the config of a run's last start with settings of its own, or of its first start."""
-    later = {
-        int(match[1]): file
-        for file in folder.glob("config_*.yaml")
-        if (match := _LATER.fullmatch(file.name))
-    }
-    return later[max(later)] if later else folder / FIRST
 
 
 def keep_settings(cfg: DictConfig, folder: Path, *, resumed: bool) -> tuple[Path, str | None]:
@@ -63,8 +51,7 @@ def keep_settings(cfg: DictConfig, folder: Path, *, resumed: bool) -> tuple[Path
     changes = list(_changes(dict(leaves(earlier)), dict(leaves(present))))
     if not changes:
         return before, None
-    match = _LATER.fullmatch(before.name)
-    file = folder / f"config_{int(match[1]) + 1 if match else 2}.yaml"
+    file = folder / settings_file((number_of(before.name) or 1) + 1)
     write_settings(file, text)
     more = f" and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
     named = ", ".join(changes[:_NAMED])

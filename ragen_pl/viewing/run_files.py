@@ -21,12 +21,13 @@ import yaml
 from ragen_pl import lock
 from ragen_pl.foreign_files import PlainLoader, is_inside, plain_json, settings_text
 from ragen_pl.metrics.proportions import Z, wilson
+from ragen_pl.settings_files import FIRST, newest_settings
 from ragen_pl.viewing.outcomes import count_kinds
 from ragen_pl.viewing.page import page_html
 from ragen_pl.viewing.plots import EVENTS, FOLDER, ROWS, Row, stage_starts
 from ragen_pl.viewing.records import FILE, read_records
 
-_CONFIG, _METRICS = "config.yaml", "metrics.json"
+_METRICS = "metrics.json"
 # bytes of a file that is read
 _MAX_BYTES, _MAX_BYTES_OF_RECORDS = 1 << 26, 1 << 29
 # levels of folders that runs are looked for in, and of a settings file; values of a settings file; characters of a text
@@ -43,20 +44,20 @@ _OWN_SETTINGS = ("paths.", "ckpt_path", "debug", "trust")
 
 def find_runs(folder: Path) -> dict[str, Path]:
     """Return the runs in a folder, or the run that it is, by name; the newest first."""
-    if (folder / _CONFIG).is_file():
+    if (folder / FIRST).is_file():
         return {"/".join(folder.resolve().parts[-2:]): folder}
     found = {}
     for place, names, files in os.walk(folder):
         relative = Path(place).relative_to(folder)
-        if _CONFIG in files:
+        if FIRST in files:
             found[relative.as_posix()] = Path(place)
-        if _CONFIG in files or len(relative.parts) >= _LEVELS:
+        if FIRST in files or len(relative.parts) >= _LEVELS:
             names.clear()
     return dict(sorted(found.items(), key=lambda item: _started(item[1]), reverse=True))
 
 
 def _started(folder: Path) -> float:
-    file = folder / _CONFIG
+    file = folder / FIRST
     return file.stat().st_mtime if file.exists() else 0.0
 
 
@@ -248,14 +249,14 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def settings_of(folder: Path) -> dict[str, str]:
-    """Return a run's settings by their dotted keys, as text; empty if there is no readable file."""
-    file = folder / _CONFIG
-    return _settings(folder, _changed(file))
+    """Return the settings of a run's last start by their dotted keys, as text; empty if no file can be read."""
+    file = newest_settings(folder)
+    return _settings(folder, file.name, _changed(file))
 
 
 @lru_cache(maxsize=1024)
-def _settings(folder: Path, changed: int) -> dict[str, str]:
-    file = folder / _CONFIG
+def _settings(folder: Path, name: str, changed: int) -> dict[str, str]:
+    file = folder / name
     if not is_inside(folder, file):
         return {}
     try:

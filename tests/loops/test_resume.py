@@ -13,6 +13,7 @@ from copy_engine import CopyEngine
 from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer, Running
+from ragen_pl.callbacks.record_batches import RecordBatches
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.reference import MovingAverage
 from ragen_pl.rank_states import RankStatesError
@@ -146,6 +147,18 @@ def test_resuming_between_microbatches_is_exact(setup_of, tmp_path):
         kl={"clip_norm": 0.1},
     )
     assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), chosen=every(9)) >= 4
+
+
+def test_weights_name_the_settings_of_their_start(setup_of, tmp_path):
+    saver = SaveAt(tmp_path, ("on_train_batch_end",))
+    for name in ("config.yaml", "config_2.yaml", "config_10.yaml", "config_x.yaml"):
+        (tmp_path / name).touch()
+    setup_of().fit(
+        saver, RecordBatches(every_n_iterations=1), max_steps=1, default_root_dir=tmp_path
+    )
+    for file in (saver.files[0], *tmp_path.glob("batches/*_weights.pt")):
+        assert torch.load(file, weights_only=True)["settings"] == "config_10.yaml"
+    assert len(list(tmp_path.glob("batches/*_weights.pt"))) == 1
 
 
 def test_samples_of_another_number_of_ranks_are_refused(setup_of):

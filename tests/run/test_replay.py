@@ -129,6 +129,37 @@ def test_a_checkpoint_inside_an_update_holds_the_step_of_each_rank(ended, capsys
 
 
 @pytest.mark.slow
+def test_the_settings_are_those_of_the_start_that_wrote_the_weights(ended, tmp_path):
+    """Not those of a later start."""
+    shutil.copytree(ended[0], tmp_path / "run")
+    folder = tmp_path / "run"
+    later, checkpoint = folder / "config_2.yaml", folder / "checkpoints" / "inside.ckpt"
+    for file in folder.glob("batches/0001_*_weights.pt"):
+        for path in (file, checkpoint):
+            saved = torch.load(path, weights_only=True)
+            torch.save(saved | {"settings": "config_2.yaml"}, path)
+    given = settings(ckpt=str(checkpoint), trust=True)
+    batch = settings(batch=str(folder / "batches" / "0001_00001_0.pt"), trust=True)
+    with pytest.raises(ConfigError, match=r"config_2\.yaml cannot be read"):
+        replay(given)
+    changed = OmegaConf.load(folder / "config.yaml")
+    changed["update"].minibatches *= 2
+    OmegaConf.save(changed, later)
+    assert read_batch(batch).settings == read_checkpointed(given).settings == later
+    original = read_checkpointed(settings(ckpt=str(ended[0] / "checkpoints" / "inside.ckpt")))
+    assert original.settings == ended[0] / "config.yaml"
+    rows = [
+        sum(len(minibatch.samples.input_ids) for minibatch in recorded.steps[0].minibatches)
+        for recorded in (original, read_checkpointed(given))
+    ]
+    assert rows[0] > rows[1]
+    # of an earlier version: those of the last start; and no file elsewhere
+    for name in (None, "../config.yaml", 2):
+        torch.save({**torch.load(checkpoint, weights_only=True), "settings": name}, checkpoint)
+        assert read_checkpointed(given).settings == later
+
+
+@pytest.mark.slow
 def test_what_cannot_be_repeated_is_refused_in_one_line(ended, tmp_path):
     folder, _ = ended
     record = folder / "batches" / "0001_00001_0.pt"

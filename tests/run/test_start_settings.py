@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 
 from ragen_pl.run.checkpoints import Checkpoint
 from ragen_pl.run.folder import Run
-from ragen_pl.run.start_settings import keep_settings, newest_settings
+from ragen_pl.run.start_settings import keep_settings
 from ragen_pl.run.train import open_run
 from ragen_pl.run.trust import is_own
+from ragen_pl.settings_files import newest_settings
 
 BASE = ("env=frozenlake", "logger=none")
 

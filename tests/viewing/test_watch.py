@@ -20,7 +20,7 @@ from browser import in_browser, record, visit
 
 from ragen_pl.viewing.outcomes import count_kinds, kind_of
 from ragen_pl.viewing.records import write_records
-from ragen_pl.viewing.run_files import overview
+from ragen_pl.viewing.run_files import differences, overview
 from ragen_pl.viewing.watch import listen
 
 ROOT = Path(__file__).parents[2]
@@ -279,6 +279,16 @@ def test_runs_that_differ_in_their_seed_alone_belong_together(runs: Path) -> Non
     keys = [overview(run)["seeds"] for run in (first, other, lr)]
     assert keys[0] == keys[1] != keys[2]
     shutil.rmtree(runs / "seeds")
+
+
+def test_a_run_that_was_resumed_has_the_settings_of_its_last_start(runs: Path) -> None:
+    first, other = (make_run(runs / "resumed" / name, lr=0.3) for name in ("a", "b"))
+    text = (first / "config.yaml").read_text().replace("max_epochs: 4", "max_epochs: 8")
+    (first / "config_2.yaml").write_text("seed: 5")
+    (first / "config_10.yaml").write_text(text)
+    assert overview(first)["iterations"] == "8" and overview(first)["seed"] == "0"
+    assert differences([first, other]) == {"trainer.max_epochs": ["8", "4"]}
+    shutil.rmtree(runs / "resumed")
 
 
 EPISODE = {"success": False, "status": "terminated"}
