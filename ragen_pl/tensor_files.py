@@ -1,13 +1,16 @@
-"""Read files of `torch.save` that somebody else may have written: plain data, and no more memory than the file has."""
+"""Files of somebody else: those of `torch.save` are read as plain data, in no more memory than they have, and settings
+that come with weights make no larger model than these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ragen_pl.foreign_files import archive_problem, pickle_problem
 
@@ -15,6 +18,16 @@ from ragen_pl.foreign_files import archive_problem, pickle_problem
 _DEPTH = 200
 # of what the tensors hold over the bytes of the file: views of one storage may overlap
 _TIMES, _MORE = 16, 1 << 26
+# of what building a model makes over its weights: values, and tensors
+_VALUES, _MORE_VALUES, _TENSORS, _MORE_TENSORS = 2, 1 << 22, 8, 1 << 10
+# functions that make a tensor without another one, and their arguments that the meta device does not take
+_MAKERS = frozenset(
+    {
+        *(torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.eye, torch.arange),
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.linspace),
+    }
+)  # fmt: skip
+_NOT_META = ("generator", "out", "pin_memory", "device")
 
 
 def load_plain(file: Path) -> Any:
@@ -75,3 +88,49 @@ def check_size(value: Any, *, file_bytes: int, name: str) -> None:
 
 def _children(node: Any) -> Iterator[Any]:
     yield from node.values() if isinstance(node, dict) else node
+
+
+class TooLargeError(ValueError):
+    """A tensor would make a model far larger than its weights. The text is a clause."""
+
+
+class NoLargerThan(TorchFunctionMode):
+    """Context in which a model is built for weights: it ends before a tensor that they have no room for.
+
+    A tensor counts before memory is taken for it.
+
+    Args:
+        weights: all weights that the model is to have.
+
+    Raises:
+        TooLargeError: in the block.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._held = sum(weight.numel() for weight in weights.values())
+        self._values_left = _VALUES * self._held + _MORE_VALUES
+        self._tensors_left = _TENSORS * len(weights) + _MORE_TENSORS
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch."""
+        given = kwargs or {}
+        if func in _MAKERS:
+            described = {key: value for key, value in given.items() if key not in _NOT_META}
+            self._take(func(*args, **described, device="meta"))
+        return func(*args, **given)
+
+    def _take(self, tensor: Tensor) -> None:
+        self._values_left -= tensor.numel()
+        self._tensors_left -= 1
+        if self._values_left < 0 or self._tensors_left < 0:
+            raise TooLargeError(
+                f"a tensor of shape {list(tensor.shape)} would make the model far larger than the weights, which have "
+                f"{self._held} values"
+            )

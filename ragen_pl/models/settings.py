@@ -18,6 +18,8 @@ from ragen_pl.constraints import Count, Positive
 
 Attention = Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 """Implementations of attention in transformers."""
+# each is a Python object before it has weights
+Layers = Annotated[int, Interval(ge=1, le=10_000)]
 
 
 class VisionSettings(TypedDict, total=False):
@@ -34,7 +36,7 @@ class VisionSettings(TypedDict, total=False):
 
     patch_size: Count
     width: Count
-    depth: Count
+    depth: Layers
     heads: Count
     mlp_ratio: Positive
     max_cells: Count
@@ -54,7 +56,7 @@ class DecoderSettings(TypedDict, total=False):
 
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
+    num_hidden_layers: Layers
     num_attention_heads: Count
     num_key_value_heads: Count
     # the rotary embedding computes positions in float32, exact up to here

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,6 @@ from ragen_pl.rank_states import resolved
 from ragen_pl.run.build import (
     assemble_agent,
     assemble_warm_start,
-    build_bundle,
     build_critic,
     build_policy,
     device_named,
@@ -43,6 +43,7 @@ from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
 from ragen_pl.run.trust import check_folder, check_settings, is_own
 from ragen_pl.run.weights import (
+    build_for,
     check_frozen,
     check_shapes,
     load_initial_weights,
@@ -118,7 +119,9 @@ def replay(cfg: DictConfig) -> Finding | None:
     columns = {"as in the run": None} | ({cfg.dtype: cfg.dtype} if cfg.dtype else {})
     traces: dict[str, list[list[StepTrace]]] = {}
     for title, dtype in columns.items():
-        module = build_module(settings, recorded, dtype=dtype, device=device_named(cfg.device))
+        module = build_module(
+            settings, recorded, dtype=dtype, device=device_named(cfg.device), trusted=cfg.trust
+        )
         traces[title] = [repeat(module, in_type(step, dtype)) for step in recorded.steps]
     return report(recorded.steps, traces, console=wide_console(_WIDTH))
 
@@ -206,7 +209,12 @@ def _used(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_module(
-    settings: DictConfig, recorded: Recorded, *, dtype: str | None, device: torch.device
+    settings: DictConfig,
+    recorded: Recorded,
+    *,
+    dtype: str | None,
+    device: torch.device,
+    trusted: bool = False,
 ) -> Recordable:
     """Build the training module of a run and load its weights.
 
@@ -215,10 +223,15 @@ def build_module(
         recorded: what is repeated.
         dtype: type of all weights and computations; None for the run's own.
         device: where to compute.
+        trusted: whether the config is taken as it is, whoever wrote it.
     """
+    build = partial(
+        build_for, recorded.weights, settings=None if trusted else recorded.settings
+    )
     with config_errors("model"):
-        bundle = build_bundle(settings)
-        models = Models(build_policy(bundle, settings["update"]), build_critic(settings, bundle))
+        bundle = build(settings)
+        critic = build_critic(settings, bundle, build=partial(build, key="critic.build"))
+        models = Models(build_policy(bundle, settings["update"]), critic)
     module: Recordable
     if recorded.steps[0].phase == UPDATE:
         run = Run(recorded.run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Collection, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from ragen_pl.config.check import leaves
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import (
@@ -27,7 +29,9 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import build_bundle
 from ragen_pl.run.checkpoint_check import changed_entry
 from ragen_pl.run.sharded_checkpoint import non_finite_entry, read_apart
-from ragen_pl.tensor_files import load_plain
+from ragen_pl.run.trust import is_own
+from ragen_pl.settings_files import newest_settings
+from ragen_pl.tensor_files import NoLargerThan, TooLargeError, load_plain
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -51,16 +55,62 @@ def load_bundle(cfg: DictConfig) -> ModelBundle:
     Raises:
         ConfigError: the weights cannot be read, or belong to another model.
     """
-    bundle = build_bundle(cfg)
     source = cfg.source.checkpoint
     if source is not None and Path(source).is_file():
-        load_weights(bundle, Path(source))
-    elif source is not None:
+        file, run = Path(source), cfg.source.run
+        saved = read_policy(file)
+        settings = None if run is None or cfg.trust else newest_settings(Path(run))
+        bundle = build_for(module_state(saved), cfg, settings=settings)
+        _load_policy(bundle, saved, file)
+    else:
+        bundle = build_bundle(cfg)
+    if source is not None and Path(source).is_dir():
         weights = dict(bundle.model.named_parameters())
         hint = "give another folder, or export the model again"
         _check_finite({"state_dict": weights}, weights.keys(), source=str(source), hint=hint)
     bundle.model.eval()
     return bundle
+
+
+def build_for(
+    weights: Mapping[str, Tensor],
+    cfg: DictConfig,
+    *,
+    settings: Path | None,
+    key: str = "model.build",
+) -> ModelBundle:
+    """Build or load a model, one of somebody else's settings only if it is about as large as its weights.
+
+    A model that is loaded, and not made from its settings, has the size of its own files.
+
+    Args:
+        weights: weights of a checkpoint, all of the model among them.
+        cfg: settings with those of the model.
+        settings: file that they come from; None for settings that are trusted.
+        key: key of the model's, for error messages.
+
+    Raises:
+        ConfigError: it would be far larger. No memory has been taken for it.
+    """
+    build = cfg.model.build
+    if settings is None or is_own(settings) or build.get("path") is not None:
+        return build_bundle(cfg)
+    try:
+        with NoLargerThan(weights):
+            return build_bundle(cfg)
+    except Exception as error:
+        # Hydra raises an error of its own on top
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, TooLargeError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        sizes = [(name, value) for name, value in leaves(build) if type(value) is int]
+        name, value = max(sizes, key=itemgetter(1))
+        raise ConfigError(
+            f"{settings}: {key}.{name}={value}, the largest of its sizes: {cause}; give the settings that the weights "
+            "were trained with, or set trust=true if you trust its author"
+        ) from error
 
 
 def load_weights(bundle: ModelBundle, file: Path) -> None:
@@ -69,8 +119,11 @@ def load_weights(bundle: ModelBundle, file: Path) -> None:
     Raises:
         ConfigError: the file is no such checkpoint, or holds another model's weights.
     """
+    _load_policy(bundle, read_policy(file), file)
+
+
+def _load_policy(bundle: ModelBundle, saved: Mapping[str, Any], file: Path) -> None:
     hint = "leave model settings to the checkpoint's run, or give those that it was trained with"
-    saved = read_policy(file)
     weights = with_prefix(module_state(saved), _MODEL)
     _load(bundle.model, weights, saved, name="policy", source=str(file), hint=hint)
 

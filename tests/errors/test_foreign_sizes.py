@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import resource
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from composing import composed, evaluation_config
+from omegaconf import OmegaConf
 
 from ragen_pl.config import ConfigError
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.foreign_files import model_folder_problem
+from ragen_pl.run.build import build_bundle
 from ragen_pl.run.checkpoint_check import problem_of
+from ragen_pl.run.replaying import Recorded, build_module
 from ragen_pl.run.sharded_checkpoint import folder_for, read_apart, save_apart
-from ragen_pl.run.weights import read_checkpoint
+from ragen_pl.run.weights import load_bundle, read_checkpoint
 from ragen_pl.tensor_files import load_plain
 
 MIB = 1 << 20
@@ -172,6 +178,84 @@ def test_a_sharded_checkpoint_lists_no_more_than_it_has(tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(listed))
     with pytest.raises(ValueError, match=r"lists tensors of 4398046511104 bytes and has"):
         read_apart(checkpoint, file)
+
+
+SMALL = (
+    "++model.build.text.hidden_size=32", "++model.build.text.intermediate_size=64",
+    "++model.build.text.num_hidden_layers=1",
+)  # fmt: skip
+SMALL_VISION = ("++model.build.vision.depth=1", "++model.build.vision.width=48")
+SIZES = [
+    ("lm", "text.hidden_size", 2**20),
+    ("lm", "text.intermediate_size", 10**11),
+    ("lm", "text.num_hidden_layers", 9000),
+    ("lm", "text.num_hidden_layers", 10**9),
+    ("lm", "text.vocab_size", 10**12),
+    ("vlm", "vision.depth", 9000),
+    ("vlm", "vision.depth", 10**9),
+    ("vlm", "vision.width", 2**20 * 3),
+    ("vlm", "vision.max_cells", 10**6),
+]
+
+
+@pytest.fixture(scope="module")
+def their_run(tmp_path_factory) -> Callable[[str], Path]:
+    """Return a function that makes a run of nobody: a config without a signature, and the weights of its model."""
+
+    @functools.cache
+    def make(kind: str) -> Path:
+        env = "frozenlake" if kind == "lm" else "frozenlake_visual"
+        vision = SMALL_VISION if kind == "vlm" else ()
+        cfg = composed(f"env={env}", f"model=small_{kind}", "validation.baselines=null", *SMALL, *vision)
+        folder = tmp_path_factory.mktemp(kind)
+        (folder / "checkpoints").mkdir()
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+        weights = build_bundle(cfg).model.state_dict()
+        state = {f"policy.model.{name}": value for name, value in weights.items()}
+        torch.save({"state_dict": state}, folder / "checkpoints" / "last.ckpt")
+        return folder
+
+    return make
+
+
+def with_size(folder: Path, key: str, value: int, copy: Path) -> Path:
+    shutil.copytree(folder, copy)
+    cfg = OmegaConf.load(copy / "config.yaml")
+    OmegaConf.update(cfg, key, value, force_add=True)
+    (copy / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    return copy
+
+
+@pytest.mark.usefixtures("composed_once")
+@pytest.mark.parametrize(("kind", "key", "value"), SIZES, ids=[f"{k} {v}" for _, k, v in SIZES])
+def test_settings_make_no_larger_model_than_their_weights(kind, key, value, their_run, tmp_path):
+    folder = with_size(their_run(kind), f"model.build.{key}", value, tmp_path / "run")
+    used, largest = _processor_s(), _peak()
+    with pytest.raises(ConfigError) as caught:
+        load_bundle(evaluation_config(f"ckpt={folder}"))
+    assert f"model.build.{key}" in str(caught.value) and str(value) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert _processor_s() - used < 20 and _peak() - largest < 400 * MIB
+
+
+@pytest.mark.parametrize("kind", ["lm", "vlm"])
+def test_settings_of_their_weights_are_taken(kind, their_run):
+    folder = their_run(kind)
+    bundle = load_bundle(evaluation_config(f"ckpt={folder}"))
+    saved = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    for name, weight in bundle.model.state_dict().items():
+        assert torch.equal(weight, saved[f"policy.model.{name}"])
+
+
+def test_a_repeated_step_makes_no_larger_critic_than_its_weights(their_run, tmp_path):
+    size = {"_target_": "ragen_pl.models.build.build_small_lm", "text": {"vocab_size": 10**12}}
+    folder = with_size(their_run("lm"), "algorithm.critic", "own", tmp_path / "run")
+    cfg = OmegaConf.load(folder / "config.yaml")
+    cfg.critic.build = size
+    weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    recorded = Recorded([], weights, {}, folder, folder / "config.yaml")
+    with pytest.raises(ConfigError, match=r"critic\.build\.text\.vocab_size=1000000000000.* trust=true"):
+        build_module(cfg, recorded, dtype=None, device=torch.device("cpu"))
 
 
 @pytest.fixture
