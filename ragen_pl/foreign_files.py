@@ -8,7 +8,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import yaml
 from pydantic_core import from_json
@@ -129,19 +129,22 @@ def plain_json(text: str | bytes) -> Any:
     return from_json(text)
 
 
-def archive_problem(file: Path) -> str | None:
+def archive_problem(file: Path | bytes) -> str | None:
     """Return the fault of a file of `torch.save` as a clause: it takes as much memory as it has bytes.
 
     `torch.save` compresses nothing, and no two of its entries share bytes.
 
+    Args:
+        file: the file, or its content where it is a part of another one.
+
     Raises:
         OSError: it can't be read.
     """
-    if file.exists() and not file.is_file():
+    if isinstance(file, Path) and file.exists() and not file.is_file():
         return "is no plain file"
     try:
-        with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
-            entries = archive.infolist()
+        with _opened(file) as stream, zipfile.ZipFile(stream) as archive:
+            size, entries = stream.seek(0, io.SEEK_END), archive.infolist()
             for entry in entries:
                 stream.seek(entry.header_offset)
                 if stream.read(len(_LOCAL_HEADER)) != _LOCAL_HEADER:
@@ -150,22 +153,41 @@ def archive_problem(file: Path) -> str | None:
         return "is damaged or no checkpoint"
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         return "is compressed, which torch.save does not do"
-    if sum(entry.file_size for entry in entries) > file.stat().st_size:
+    if sum(entry.file_size for entry in entries) > size:
         return "has entries that share bytes"
     return None
 
 
-def pickle_problem(file: Path) -> str | None:
+def _opened(file: Path | bytes) -> IO[bytes]:
+    return file.open("rb") if isinstance(file, Path) else io.BytesIO(file)
+
+
+def pickle_problem(file: Path | bytes) -> str | None:
     """Return the fault of the pickle in a file of `torch.save` as a clause: what it makes is in it.
 
-    Calls in a pickle may copy one text a thousand times. The pickle is read once without them.
+    Args:
+        file: the file, or its content where it is a part of another one.
     """
     try:
-        with zipfile.ZipFile(file) as archive:
-            for name in archive.namelist():
-                if name.endswith("/data.pkl"):
-                    content = archive.read(name)
-                    _Measure(io.BytesIO(content), limit=file.stat().st_size).load()
+        with _opened(file) as stream, zipfile.ZipFile(stream) as archive:
+            limit = stream.seek(0, io.SEEK_END)
+            pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+    except (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile):
+        return "is damaged or no checkpoint"
+    return next(filter(None, (bare_pickle_problem(one, limit=limit) for one in pickles)), None)
+
+
+def bare_pickle_problem(content: bytes, *, limit: int) -> str | None:
+    """Return the fault of a pickle as a clause.
+
+    Calls in a pickle may copy one text a thousand times. The pickle is read once without them.
+
+    Args:
+        content: the pickle.
+        limit: bytes that all its calls may take.
+    """
+    try:
+        _Measure(io.BytesIO(content), limit=limit).load()
     except ForeignFileError as error:
         return str(error)
     except Exception:  # a damaged pickle raises anything

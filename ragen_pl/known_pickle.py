@@ -13,8 +13,10 @@ import numpy as np
 _KINDS = "biufcUSMm"
 
 
-class KnownUnpickler(pickle.Unpickler):
+class KnownUnpickler(pickle._Unpickler):
     """Unpickler of plain values and of objects of known classes. It imports nothing.
+
+    It is the one in Python: that in C makes room for as many objects as a file says.
 
     Args:
         file: The pickle.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ragen_pl.foreign_files import archive_problem
+from ragen_pl.foreign_files import archive_problem, pickle_problem
 from ragen_pl.run.pickle_outline import class_in, items_of, place_of
 
 FILES = "files.json"
@@ -163,21 +163,38 @@ def _damaged_item(folder: Path, states: Any) -> str | None:
         return f"{listed} is damaged or no list of tensors" + (
             f": it holds {found}" if found else ""
         )
+    sizes = {part: (folder / part).stat().st_size for part in {item[1] for item in items}}
+    if sum(length for *_, length in items) > sum(sizes.values()):
+        return f"{listed} lists tensors that share bytes"
     for name, part, offset, length in items:
         file = folder / part
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            if not item_is_whole(stream.read(length)):
-                return f"{file} is damaged: {name} has changed since it was written"
+        if item_of(file, offset=offset, length=length) is None:
+            return f"{file} is damaged: {name} has changed since it was written"
     return None
 
 
-def item_is_whole(content: bytes) -> bool:
-    """Return whether a tensor of a sharded checkpoint is as it was written: a file of `torch.save` in another one."""
+def item_of(file: Path, *, offset: int, length: int) -> bytes | None:
+    """Return a tensor of a sharded checkpoint, a file of `torch.save` in another one.
+
+    Args:
+        file: The file that it is in.
+        offset: Its first byte there.
+        length: Its number of bytes.
+
+    Returns:
+        None if it is not as it was written, or would take far more memory than it has bytes.
+    """
+    if offset + length > file.stat().st_size:
+        return None
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        content = stream.read(length)
+    if archive_problem(content) is not None or pickle_problem(content) is not None:
+        return None
     try:
-        return _damaged_in(io.BytesIO(content)) is None
+        return content if _damaged_in(io.BytesIO(content)) is None else None
     except _ERRORS:
-        return False
+        return None
 
 
 def newest_whole(files: Iterable[Path], *, folders: bool = True) -> Path | None:

@@ -28,8 +28,11 @@ class _Object:
         self.__dict__["state"] = state
 
 
-class _Outline(pickle.Unpickler):
-    """Unpickler that has an `_Object` for every class and function."""
+class _Outline(pickle._Unpickler):
+    """Unpickler that has an `_Object` for every class and function.
+
+    It is the one in Python: that in C makes room for as many objects as a file says.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class without any code."""
@@ -61,11 +64,20 @@ def place_of(record: str, content: bytes) -> str | None:
     folder, _, name = record.rpartition("/")
     if not folder.endswith("/data"):
         return None
-    return next(_places(_loaded(content), _Object(name), place=""), None)
+    try:
+        return next(_places(_loaded(content), _Object(name), place="", seen=set()), None)
+    except RecursionError:
+        return None
 
 
-def _places(value: Any, values: _Object, *, place: str) -> Iterator[str]:
-    """Yield where the values of a record are used, as keys and numbers with dots between them."""
+def _places(value: Any, values: _Object, *, place: str, seen: set[int]) -> Iterator[str]:
+    """Yield where the values of a record are used, as keys and numbers with dots between them.
+
+    What is held several times is looked at once.
+    """
+    if id(value) in seen:
+        return
+    seen.add(id(value))
     parts: Iterator[tuple[Any, Any]] = iter(())
     if isinstance(value, Mapping):
         parts = iter(value.items())
@@ -76,9 +88,10 @@ def _places(value: Any, values: _Object, *, place: str) -> Iterator[str]:
             yield place
         # a tensor has the place of its values
         for inner in (*vars(value)["arguments"], vars(value)["state"]):
-            yield from _places(inner, values, place=place)
+            yield from _places(inner, values, place=place, seen=seen)
     for key, inner in parts:
-        yield from _places(inner, values, place=f"{place}.{key}".removeprefix("."))
+        name = f"{place}.{key}".removeprefix(".")
+        yield from _places(inner, values, place=name, seen=seen)
 
 
 def items_of(content: bytes) -> list[tuple[str, str, int, int]] | None:

@@ -9,6 +9,7 @@ written by torch.distributed.checkpoint, on all ranks at once, and read on any n
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import pickle
@@ -42,15 +43,18 @@ from ragen_pl.config.errors import ConfigError
 from ragen_pl.distributed import own_part
 from ragen_pl.files import PARTIAL, atomic_write
 from ragen_pl.finite import first_non_finite
+from ragen_pl.foreign_files import bare_pickle_problem
 from ragen_pl.known_pickle import KnownUnpickler, by_name
 from ragen_pl.rank_states import folder_of_states, resolved
-from ragen_pl.run.checkpoint_check import FILES, item_is_whole, names_folder
+from ragen_pl.run.checkpoint_check import FILES, item_of, names_folder
 
 SHARDS = "shards"
 """Entry of a checkpoint: name of the folder with its tensors."""
 
 _SUFFIX = ".shards"
 _WEIGHTS, _OPTIMIZERS = "weights", "optimizers"
+# bytes that calls in a list of tensors may copy, over its own
+_COPIED = 16
 
 
 def folder_for(file: Path, *, unique: str) -> Path:
@@ -113,14 +117,24 @@ class _Reader(dcp.FileSystemReader):
         Raises:
             pickle.UnpicklingError: It is anything else.
         """
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            listed = KnownUnpickler(file, _of_metadata()).load()
+        content = (Path(self.path) / ".metadata").read_bytes()
+        if (problem := bare_pickle_problem(content, limit=_COPIED * len(content))) is not None:
+            raise pickle.UnpicklingError(f"the list of tensors {problem}")
+        listed = KnownUnpickler(io.BytesIO(content), _of_metadata()).load()
         if not isinstance(listed, Metadata) or not isinstance(listed.storage_data, dict):
             raise pickle.UnpicklingError(
                 f"expected a list of tensors, found {type(listed).__name__}"
             )
         for entry in listed.storage_data.values():
             _plain_name(entry.relative_path)
+        chunks = sum(
+            len(entry.chunks)
+            for entry in listed.state_dict_metadata.values()
+            if isinstance(entry, TensorStorageMetadata)
+        )
+        bytes_listed = sum(entry.length for entry in listed.storage_data.values())
+        if chunks > len(listed.storage_data) or bytes_listed > _bytes_in(Path(self.path)):
+            raise pickle.UnpicklingError("the list of tensors names parts more than once")
         if listed.storage_meta is None:
             listed.storage_meta = StorageMeta()
         listed.storage_meta.load_id = self.load_id
@@ -135,12 +149,10 @@ class _Reader(dcp.FileSystemReader):
         for index in dict.fromkeys(item.storage_index for item in plan.items):
             place = self.storage_data[index]
             file = Path(self.path) / place.relative_path
-            with file.open("rb") as stream:
-                stream.seek(place.offset)
-                if not item_is_whole(stream.read(place.length)):
-                    raise ConfigError(
-                        f"{file} is damaged: {index.fqn} has changed since it was written"
-                    )
+            if item_of(file, offset=place.offset, length=place.length) is None:
+                raise ConfigError(
+                    f"{file} is damaged: {index.fqn} has changed since it was written"
+                )
         return super().read_data(plan, planner)
 
 
@@ -269,9 +281,13 @@ def _check_sizes(listed: Mapping[str, Any], folder: Path) -> None:
         for entry in listed.values()
         if isinstance(entry, TensorStorageMetadata)
     )
-    found = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    found = _bytes_in(folder)
     if needed > found:
         raise ValueError(f"{folder} lists tensors of {needed} bytes and has {found}")
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 def layout_of(module: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:

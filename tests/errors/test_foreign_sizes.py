@@ -10,6 +10,7 @@ import resource
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,16 @@ def with_pickle(file: Path, content: bytes) -> None:
         archive.writestr("archive/version", "3\n")
 
 
-def copying(file: Path) -> None:
-    """Write a checkpoint that copies a text of 1 MB three thousand times."""
+def copies() -> bytes:
+    """Return a pickle that copies a text of 1 MB three thousand times."""
     text = b"X" + MIB.to_bytes(4, "little") + b"a" * MIB
     begin = b"\x80\x02]q\x00" + text + b"q\x010X\x05\x00\x00\x00asciiq\x020c_codecs\nencode\nq\x030"
-    with_pickle(file, begin + b"h\x00" + b"(" + b"h\x03h\x01h\x02\x86R" * 3000 + b"e.")
+    return begin + b"h\x00" + b"(" + b"h\x03h\x01h\x02\x86R" * 3000 + b"e."
+
+
+def copying(file: Path) -> None:
+    """Write a checkpoint with these copies."""
+    with_pickle(file, copies())
 
 
 def roomy(file: Path) -> None:
@@ -178,6 +184,91 @@ def test_a_sharded_checkpoint_lists_no_more_than_it_has(tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(listed))
     with pytest.raises(ValueError, match=r"lists tensors of 4398046511104 bytes and has"):
         read_apart(checkpoint, file)
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    """A sharded checkpoint with one tensor."""
+    file = tmp_path / "last.ckpt"
+    checkpoint: dict[str, Any] = {"state_dict": {"a": torch.ones(1000)}}
+    save_apart(checkpoint, folder_for(file, unique="0" * 8))
+    torch.save(checkpoint, file)
+    return file
+
+
+def relist(file: Path, change: Callable[[Any], None]) -> None:
+    """Change the list of tensors of a sharded checkpoint."""
+    listed = folder_for(file, unique="0" * 8) / ".metadata"
+    content = pickle.loads(listed.read_bytes())
+    change(content)
+    listed.write_bytes(pickle.dumps(content))
+
+
+def far(listed: Any) -> None:
+    for place in listed.storage_data.values():
+        place.length = 10**15
+
+
+def repeated(listed: Any) -> None:
+    listed.state_dict_metadata["weights/a"].chunks *= 10**5
+
+
+def shared(listed: Any) -> None:
+    """List a tensor of 4 GB whose parts are all the same bytes."""
+    (index, place), entry = next(iter(listed.storage_data.items())), listed.state_dict_metadata["weights/a"]
+    parts = [replace(entry.chunks[0], offsets=torch.Size([1000 * n])) for n in range(10**4)]
+    entry.chunks = parts
+    listed.storage_data = {
+        replace(index, offset=part.offsets, index=n): place for n, part in enumerate(parts)
+    }
+
+
+def refused_within_limits(file: Path) -> str:
+    """Return the message of a sharded checkpoint that takes no more than it has to be refused."""
+    used, largest = _processor_s(), _peak()
+    problem_of(file)
+    with pytest.raises((ValueError, ConfigError, pickle.UnpicklingError)) as caught:
+        read_apart(torch.load(file), file)
+    assert _processor_s() - used < 20 and _peak() - largest < 400 * MIB
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:(Sparse|Validating sparse|torch.distributed is disabled)")
+@pytest.mark.parametrize("write", BOMBS, ids=[each.__name__ for each in BOMBS])
+def test_a_tensor_of_a_sharded_checkpoint_takes_as_much_as_it_has(write, sharded):
+    shard = folder_for(sharded, unique="0" * 8) / "__0_0.distcp"
+    write(shard)
+    length = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + bytes(MIB))
+
+    def fit(listed: Any) -> None:
+        for place in listed.storage_data.values():
+            place.offset, place.length = 0, length
+
+    relist(sharded, fit)
+    assert "damaged" in refused_within_limits(sharded)
+    if write in (compressed, overlapping, copying, roomy):
+        problem = problem_of(sharded)
+        assert problem is not None and str(shard) in problem
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("change", [far, repeated, shared])
+def test_a_list_of_tensors_names_each_part_once(change, sharded):
+    assert problem_of(sharded) is None
+    relist(sharded, change)
+    refused_within_limits(sharded)
+    assert change is repeated or problem_of(sharded) is not None
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x80\x02]r\xff\xff\xff\x7f.", copies()], ids=["place", "copies"]
+)
+def test_a_list_of_tensors_takes_as_much_as_it_has(content, sharded):
+    (folder_for(sharded, unique="0" * 8) / ".metadata").write_bytes(content)
+    refused_within_limits(sharded)
+    assert problem_of(sharded) is not None
 
 
 SMALL = (
