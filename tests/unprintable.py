@@ -44,6 +44,11 @@ class StatusRaises(Exception):
         raise OSError("no status")
 
 
+class DiskStrRaises(OSError):
+    def __str__(self):
+        raise ValueError("no text")
+
+
 ERRORS = (StrRaises, StrIsNoText, ReprRaises, Endless, HalfACharacter, StatusRaises)
 
 

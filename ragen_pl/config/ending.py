@@ -64,7 +64,7 @@ def ending_of(error: BaseException) -> Ending:
         key, cause = of_instantiation(error)
         return Ending(f"{key}: {in_one_line(cause)}".removeprefix(": "))
     if isinstance(error, OSError) and (error.errno is None or error.errno in _DISK_ERRORS):
-        return Ending(str(error) if error.errno is None else _disk_error(error))
+        return Ending(error_text(error) if error.errno is None else _disk_error(error))
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         return Ending(f"ended by sys.exit({error.code!r})", code=code or 1)

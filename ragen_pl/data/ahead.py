@@ -18,6 +18,7 @@ from torch import Tensor
 from ragen_pl.data.settings import IterationsAhead
 from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, sendable, world_size
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.error_text import error_text
 from ragen_pl.known_pickle import packed, unpacked
 from ragen_pl.rank_states import by_rank
 from ragen_pl.rollout.background import BackgroundRollout
@@ -203,7 +204,8 @@ class RolloutAhead:
         except (pickle.PickleError, TypeError, AttributeError) as error:
             raise RolloutError(
                 f"rollout.iterations_ahead={self.max_staleness}: a checkpoint holds the rollout ahead, which can't be "
-                f"pickled ({error}); return plain values in the environment's info, or set rollout.iterations_ahead=0"
+                f"pickled ({error_text(error)}); return plain values in the environment's info, or set "
+                "rollout.iterations_ahead=0"
             ) from error
         # a tensor, which files without other objects may hold
         return by_rank(torch.frombuffer(bytearray(data), dtype=torch.uint8), name="ahead")

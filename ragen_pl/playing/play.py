@@ -16,6 +16,7 @@ from rich.console import Console
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
 from ragen_pl.environments.manager import EnvironmentSlot, EpisodeSpec
+from ragen_pl.error_text import error_text
 from ragen_pl.playing.film import save_episode
 from ragen_pl.playing.terminal import Screen
 from ragen_pl.prompt_formats import format_response
@@ -80,7 +81,9 @@ def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
     except (RuntimeError, AttributeError, TypeError) as error:
         if cfg.debug:
             raise
-        raise ConfigError(f"policy={cfg.policy} cannot play {cfg.env.name}: {error}") from error
+        raise ConfigError(
+            f"policy={cfg.policy} cannot play {cfg.env.name}: {error_text(error)}"
+        ) from error
     screen.end(trajectory)
     if cfg.save is not None and trajectory.turns:
         path = save_episode(trajectory, Path(cfg.save).expanduser())

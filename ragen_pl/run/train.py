@@ -31,6 +31,7 @@ from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.distributed import errors_told, on_first_rank
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.error_text import error_text
 from ragen_pl.files import atomic_write
 from ragen_pl.finite import NonFiniteError
 from ragen_pl.lock import hold
@@ -161,7 +162,7 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
             raise SystemExit(code) from error
         except Exception as error:
             if not isinstance(error, ConfigError):
-                if "timed out" in str(error).lower():  # of gloo
+                if "timed out" in error_text(error).lower():  # of gloo
                     error.add_note(
                         f"see trainer.timeout_s={cfg.trainer.timeout_s:g} if a rank waited for another one"
                     )

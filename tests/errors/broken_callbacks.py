@@ -1,8 +1,11 @@
 """Callbacks that fail."""
 
 import lightning.pytorch as pl
+from unprintable import StrRaises
 
 
 class Fails(pl.Callback):
+    """Raises an error that can't be shown."""
+
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        raise KeyError("of a callback")
+        raise StrRaises

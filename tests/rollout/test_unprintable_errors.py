@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rollout_fixtures import TextEngine
 from trajectories import starts
-from unprintable import ERRORS, Breaks, HalfACharacter, StrRaises
+from unprintable import ERRORS, Breaks, DiskStrRaises, HalfACharacter, StrRaises
 
 from ragen_pl.config.ending import ending_of
 from ragen_pl.config.errors import in_one_line
@@ -75,3 +75,8 @@ def test_lines_of_commands_and_ranks_show_it(error):
     error_text(sendable(made)).encode()
     assert error.__name__ in ending_of(made).text
     assert cause_of(made) is FailureCause.DATA
+
+
+def test_so_do_those_of_a_disk():
+    line = ending_of(DiskStrRaises()).line
+    assert line == "(no text: its __str__ raised ValueError)"
