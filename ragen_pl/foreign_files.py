@@ -171,7 +171,9 @@ def pickle_problem(file: Path | bytes) -> str | None:
     try:
         with _opened(file) as stream, zipfile.ZipFile(stream) as archive:
             limit = stream.seek(0, io.SEEK_END)
-            pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+            pickles = [
+                archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")
+            ]
     except (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile):
         return "is damaged or no checkpoint"
     return next(filter(None, (bare_pickle_problem(one, limit=limit) for one in pickles)), None)

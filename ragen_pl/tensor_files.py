@@ -1,6 +1,4 @@
-"""Files of somebody else: those of `torch.save` are read as plain data, in no more memory than they have, and settings
-that come with weights make no larger model than these.
-"""
+"""Files of somebody else take no more memory than they have: those of `torch.save`, and models of their settings."""
 
 from __future__ import annotations
 

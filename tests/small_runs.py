@@ -39,6 +39,15 @@ SMALL = (
     "callbacks.trajectories=null",
     "callbacks.plots=null",
 )
+# variables of a job of two ranks, as srun sets them
+JOB = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+}
 
 
 @dataclass(frozen=True)

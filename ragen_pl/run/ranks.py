@@ -225,10 +225,11 @@ def report(error: BaseException) -> None:
     """Report an error before it has reached the end of the run: closing objects on its way there may take long."""
     # torch is loaded by then
     from ragen_pl.finite import NonFiniteError
+    from ragen_pl.rank_states import RankStatesError
 
     if isinstance(error, NonFiniteError) and error.on_all_ranks and not is_first():
         return
-    if isinstance(error, RolloutError | NonFiniteError):
+    if isinstance(error, RolloutError | NonFiniteError | RankStatesError):
         # as the run ends with it
         error = ConfigError(str(error))
     watch = _Process.watch

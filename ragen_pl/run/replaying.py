@@ -225,9 +225,7 @@ def build_module(
         device: where to compute.
         trusted: whether the config is taken as it is, whoever wrote it.
     """
-    build = partial(
-        build_for, recorded.weights, settings=None if trusted else recorded.settings
-    )
+    build = partial(build_for, recorded.weights, settings=None if trusted else recorded.settings)
     with config_errors("model"):
         bundle = build(settings)
         critic = build_critic(settings, bundle, build=partial(build, key="critic.build"))

@@ -115,6 +115,7 @@ class _Reader(dcp.FileSystemReader):
         """Return the list of tensors.
 
         Raises:
+            OSError: A file is missing.
             pickle.UnpicklingError: It is anything else.
         """
         content = (Path(self.path) / ".metadata").read_bytes()
@@ -125,15 +126,15 @@ class _Reader(dcp.FileSystemReader):
             raise pickle.UnpicklingError(
                 f"expected a list of tensors, found {type(listed).__name__}"
             )
-        for entry in listed.storage_data.values():
-            _plain_name(entry.relative_path)
+        names = {_plain_name(entry.relative_path) for entry in listed.storage_data.values()}
         chunks = sum(
             len(entry.chunks)
             for entry in listed.state_dict_metadata.values()
             if isinstance(entry, TensorStorageMetadata)
         )
-        bytes_listed = sum(entry.length for entry in listed.storage_data.values())
-        if chunks > len(listed.storage_data) or bytes_listed > _bytes_in(Path(self.path)):
+        needed = sum(entry.length for entry in listed.storage_data.values())
+        found = sum((Path(self.path) / name).stat().st_size for name in names)
+        if chunks > len(listed.storage_data) or needed > found:
             raise pickle.UnpicklingError("the list of tensors names parts more than once")
         if listed.storage_meta is None:
             listed.storage_meta = StorageMeta()
@@ -229,7 +230,10 @@ def read_apart(
             except CheckpointException as error:
                 damage = f"its tensors in the folder {folder.name} are damaged or no tensors"
                 for cause, _ in error.failures.values():
-                    damage = str(cause) if isinstance(cause, ConfigError) else damage
+                    if isinstance(cause, ConfigError):
+                        damage = str(cause)
+                    elif isinstance(cause, OSError):
+                        damage = f"{cause.filename} can't be read ({cause.strerror})"
                 raise ConfigError(f"{file}: {damage}; give another checkpoint") from error
     states = [
         {**state, "state": {number: dict(entry) for number, entry in state["state"].items()}}
@@ -281,13 +285,9 @@ def _check_sizes(listed: Mapping[str, Any], folder: Path) -> None:
         for entry in listed.values()
         if isinstance(entry, TensorStorageMetadata)
     )
-    found = _bytes_in(folder)
+    found = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     if needed > found:
         raise ValueError(f"{folder} lists tensors of {needed} bytes and has {found}")
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 def layout_of(module: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:

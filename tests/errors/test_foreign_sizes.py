@@ -215,7 +215,10 @@ def repeated(listed: Any) -> None:
 
 def shared(listed: Any) -> None:
     """List a tensor of 4 GB whose parts are all the same bytes."""
-    (index, place), entry = next(iter(listed.storage_data.items())), listed.state_dict_metadata["weights/a"]
+    (index, place), entry = (
+        next(iter(listed.storage_data.items())),
+        listed.state_dict_metadata["weights/a"],
+    )
     parts = [replace(entry.chunks[0], offsets=torch.Size([1000 * n])) for n in range(10**4)]
     entry.chunks = parts
     listed.storage_data = {
@@ -297,7 +300,9 @@ def their_run(tmp_path_factory) -> Callable[[str], Path]:
     def make(kind: str) -> Path:
         env = "frozenlake" if kind == "lm" else "frozenlake_visual"
         vision = SMALL_VISION if kind == "vlm" else ()
-        cfg = composed(f"env={env}", f"model=small_{kind}", "validation.baselines=null", *SMALL, *vision)
+        cfg = composed(
+            f"env={env}", f"model=small_{kind}", "validation.baselines=null", *SMALL, *vision
+        )
         folder = tmp_path_factory.mktemp(kind)
         (folder / "checkpoints").mkdir()
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
@@ -345,7 +350,9 @@ def test_a_repeated_step_makes_no_larger_critic_than_its_weights(their_run, tmp_
     cfg.critic.build = size
     weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     recorded = Recorded([], weights, {}, folder, folder / "config.yaml")
-    with pytest.raises(ConfigError, match=r"critic\.build\.text\.vocab_size=1000000000000.* trust=true"):
+    with pytest.raises(
+        ConfigError, match=r"critic\.build\.text\.vocab_size=1000000000000.* trust=true"
+    ):
         build_module(cfg, recorded, dtype=None, device=torch.device("cpu"))
 
 

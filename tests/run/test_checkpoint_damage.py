@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,22 @@ def test_a_changed_bit_in_the_folder_of_a_sharded_checkpoint_is_found(
         saved = torch.load(sharded, weights_only=True)
         with pytest.raises(ConfigError, match=f"{name} has changed since it was written"):
             read_apart(saved, sharded)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", ""])
+def test_a_missing_part_of_a_folder_is_named(sharded: Path, name: str) -> None:
+    """With a list of files or without, which an earlier version did not write."""
+    folder = folder_for(sharded, unique="0123abcd")
+    (folder / "files.json").unlink()
+    if name:
+        (folder / name).unlink()
+    else:
+        shutil.rmtree(folder)
+    with pytest.raises(
+        ConfigError, match=f"{name or folder.name}.*; (give another|copy both)$"
+    ) as raised:
+        read_checkpoint(sharded, source="ckpt=x", hint="give another")
+    assert "\n" not in str(raised.value)
 
 
 def test_a_checkpoint_that_cannot_be_read_keeps_its_folder(

@@ -8,19 +8,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
-from small_runs import SMALL, run_ranks
+from small_runs import JOB, SMALL, run_ranks
 
 from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
 
-JOB = {
-    "SLURM_JOB_ID": "1234",
-    "SLURM_JOB_NAME": "train",
-    "SLURM_NTASKS": "2",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_NNODES": "1",
-    "SLURM_NODEID": "0",
-}
 # one rank of it
 TASK = JOB | {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}  # fmt: skip
 

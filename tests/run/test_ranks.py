@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from family_models import tiny
-from small_runs import SMALL, run_ranks
+from small_runs import JOB, SMALL, run_ranks
 
 
 @pytest.mark.slow
@@ -78,6 +80,22 @@ def test_a_run_goes_on_with_another_number_of_ranks(job):
     assert changed.steps == whole.steps == 24
 
 
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    # without the list of sizes, which all ranks compare at their start
+    (file.parent / "files.json").unlink()
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+# of the state of the second rank, and how the ranks are started
+DAMAGES = [(flip, None), (cut, JOB)]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_inside_a_step_has_a_file_for_each_rank_and_is_resumed_exactly(tmp_path):
     settings = (
@@ -111,6 +129,18 @@ def test_a_checkpoint_inside_a_step_has_a_file_for_each_rank_and_is_resumed_exac
     assert {file.name for file in folder.iterdir()} == names | {"files.json"}
     states = torch.load(last, weights_only=True)["loops"]["fit_loop"]["state_dict"]["gradients"]
     assert [entry["name"] for entry in states["files"]] == ["gradients_0.pt", "gradients_1.pt"]
+
+    for number, (damage, environment) in enumerate(DAMAGES):
+        # a rank that found it alone would leave the other one in a collective
+        copy = shutil.copytree(killed / "run", tmp_path / str(number) / "run")
+        (state,) = copy.glob("checkpoints/*.shards/gradients_1.pt")
+        damage(state)
+        given = [*settings, "trainer.timeout_s=1000", f"paths.run_dir={copy}"]
+        ended = run_ranks(copy.parent, given, environment=environment)
+        output = "".join(rank.output for rank in ended)
+        assert [rank.code for rank in ended] == [2, 2] and "Traceback" not in output, output
+        assert ended[1].line.startswith(f"ragen_pl: {state}: ") and "copy " in ended[1].line
+        assert ended[0].line.endswith(f"failed: {ended[1].line.removeprefix('ragen_pl: ')}")
 
     resumed = run_ranks(killed, mine)
     assert [rank.code for rank in resumed] == [0, 0], resumed[0].output
