@@ -168,33 +168,32 @@ def _damaged_item(folder: Path, states: Any) -> str | None:
         return f"{listed} lists tensors that share bytes"
     for name, part, offset, length in items:
         file = folder / part
-        if item_of(file, offset=offset, length=length) is None:
+        if not item_is_whole(file, offset=offset, length=length):
             return f"{file} is damaged: {name} has changed since it was written"
     return None
 
 
-def item_of(file: Path, *, offset: int, length: int) -> bytes | None:
-    """Return a tensor of a sharded checkpoint, a file of `torch.save` in another one.
+def item_is_whole(file: Path, *, offset: int, length: int) -> bool:
+    """Return whether a tensor of a sharded checkpoint is as it was written: a file of `torch.save` in another one.
+
+    One that would take far more memory than it has bytes is not.
 
     Args:
         file: The file that it is in.
         offset: Its first byte there.
         length: Its number of bytes.
-
-    Returns:
-        None if it is not as it was written, or would take far more memory than it has bytes.
     """
     if offset + length > file.stat().st_size:
-        return None
+        return False
     with file.open("rb") as stream:
         stream.seek(offset)
         content = stream.read(length)
     if archive_problem(content) is not None or pickle_problem(content) is not None:
-        return None
+        return False
     try:
-        return content if _damaged_in(io.BytesIO(content)) is None else None
+        return _damaged_in(io.BytesIO(content)) is None
     except _ERRORS:
-        return None
+        return False
 
 
 def newest_whole(files: Iterable[Path], *, folders: bool = True) -> Path | None:

@@ -46,7 +46,7 @@ from ragen_pl.finite import first_non_finite
 from ragen_pl.foreign_files import bare_pickle_problem
 from ragen_pl.known_pickle import KnownUnpickler, by_name
 from ragen_pl.rank_states import folder_of_states, resolved
-from ragen_pl.run.checkpoint_check import FILES, item_of, names_folder
+from ragen_pl.run.checkpoint_check import FILES, item_is_whole, names_folder
 
 SHARDS = "shards"
 """Entry of a checkpoint: name of the folder with its tensors."""
@@ -150,7 +150,7 @@ class _Reader(dcp.FileSystemReader):
         for index in dict.fromkeys(item.storage_index for item in plan.items):
             place = self.storage_data[index]
             file = Path(self.path) / place.relative_path
-            if item_of(file, offset=place.offset, length=place.length) is None:
+            if not item_is_whole(file, offset=place.offset, length=place.length):
                 raise ConfigError(
                     f"{file} is damaged: {index.fqn} has changed since it was written"
                 )

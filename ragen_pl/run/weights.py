@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Collection, Mapping
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,11 +104,15 @@ def build_for(
             cause = cause.__cause__
         if cause is None:
             raise
-        sizes = [(name, value) for name, value in leaves(build) if type(value) is int]
-        name, value = max(sizes, key=itemgetter(1))
+        numbers = {
+            f"{key}.{name}={value}": value
+            for name, value in leaves(build)
+            if isinstance(value, int | float) and name != "seed"
+        }
+        largest = max(numbers, key=numbers.__getitem__, default=key)
         raise ConfigError(
-            f"{settings}: {key}.{name}={value}, the largest of its sizes: {cause}; give the settings that the weights "
-            "were trained with, or set trust=true if you trust its author"
+            f"{settings}: {largest}, its largest number: {cause}; give the settings that the weights were trained "
+            "with, or set trust=true if you trust its author"
         ) from error
 
 

@@ -214,12 +214,12 @@ def repeated(listed: Any) -> None:
 
 
 def shared(listed: Any) -> None:
-    """List a tensor of 4 GB whose parts are all the same bytes."""
+    """List two thousand parts of a tensor that are all the same bytes."""
     (index, place), entry = (
         next(iter(listed.storage_data.items())),
         listed.state_dict_metadata["weights/a"],
     )
-    parts = [replace(entry.chunks[0], offsets=torch.Size([1000 * n])) for n in range(10**4)]
+    parts = [replace(entry.chunks[0], offsets=torch.Size([1000 * n])) for n in range(2000)]
     entry.chunks = parts
     listed.storage_data = {
         replace(index, offset=part.offsets, index=n): place for n, part in enumerate(parts)
@@ -288,6 +288,7 @@ SIZES = [
     ("vlm", "vision.depth", 9000),
     ("vlm", "vision.depth", 10**9),
     ("vlm", "vision.width", 2**20 * 3),
+    ("vlm", "vision.mlp_ratio", 1e9),
     ("vlm", "vision.max_cells", 10**6),
 ]
 
