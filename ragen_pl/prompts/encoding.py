@@ -35,6 +35,7 @@ class TextEncoder:
 
     Attributes:
         end: text of the token that ends a response.
+        max_characters: characters that fill the context by themselves, whatever they are.
 
     Raises:
         ValueError: the tokenizer does not read that text as one token.
@@ -42,7 +43,7 @@ class TextEncoder:
 
     def __init__(self, bundle: ModelBundle, max_tokens: int, *, bos_token_id: int | None) -> None:
         self._bundle, self._bos_token_id = bundle, bos_token_id
-        self._max_characters = _MARGIN * max_tokens * max(map(len, bundle.tokenizer.get_vocab()))
+        self.max_characters = _MARGIN * max_tokens * max(map(len, bundle.tokenizer.get_vocab()))
         self._ends = frozenset(bundle.eos_token_ids)
         self._encoded: dict[tuple[str, str], np.ndarray] = {}
         self._splits: dict[str, tuple[str, str]] = {}
@@ -66,7 +67,7 @@ class TextEncoder:
 
     def bounded(self, text: str) -> str:
         """Return a text, or a part of it that fills the context by itself: the rest would be encoded for nothing."""
-        return text[: self._max_characters]
+        return text[: self.max_characters]
 
     def plain(self, text: str) -> str:
         """Return a text without the tokenizer's control tokens."""

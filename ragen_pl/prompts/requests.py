@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # lists of tools whose templates are kept
 _MAX_FORMATS = 64
+# a chat template may show less of a tool's schema than its JSON
+_SCHEMA_CONTEXTS = 4
 _MARKER = "@Last Response@"
 
 
@@ -78,6 +80,10 @@ class RequestPrompts:
         assert request is not None
         if observation.images and self._bundle.images is None:
             raise RequestRefusedError("unsupported_image", "the model reads text only")
+        # a bound of the work only, as is that of the tools
+        characters = sum(len(_text_of(message)) for message in request.messages)
+        if characters > self._encoder.max_characters:
+            raise self._too_long(f"the messages, {characters} characters, have", "the messages")
         native = conversation.native = self._format(request.tools)
         before = longest(conversation.calls, request)
         new = observation.images[0 if before is None else len(before.prompt.images) :]
@@ -96,8 +102,10 @@ class RequestPrompts:
         return prompt
 
     def _format(self, tools: Sequence[Mapping[str, Any]]) -> NativeFormat:
-        key = json.dumps(tools)
+        key = json.dumps(tools, ensure_ascii=False)
         if key not in self._formats:
+            if self._encoder.exceeds(key, _SCHEMA_CONTEXTS * self._max_tokens):
+                raise self._too_long("the schemas of the tools have", "the schemas")
             try:
                 template = self._bundle.chat_template(
                     self._arguments, mapped([*tools], self._encoder.hidden)
@@ -128,10 +136,7 @@ class RequestPrompts:
             ) from error
         # a bound of the work only: who plays the episode refuses any prompt that does not fit
         if self._encoder.exceeds(rendering, self._max_tokens):
-            raise RequestRefusedError(
-                "context_length_exceeded",
-                f"the prompt has more than the {self._max_tokens} tokens of the context; shorten the messages",
-            )
+            raise self._too_long("the prompt has", "the messages")
         encode = partial(self._encoder.encode_rendered, continues=before is not None)
         ids = encode(expanded)
         unexpanded = encode(rendering) if new else ids
@@ -141,6 +146,12 @@ class RequestPrompts:
                 [before.prompt.unexpanded_ids, before.response_ids, unexpanded]
             )
         return Prompt(ids=ids, unexpanded_ids=unexpanded, images=images)
+
+    def _too_long(self, found: str, remedy: str) -> RequestRefusedError:
+        return RequestRefusedError(
+            "context_length_exceeded",
+            f"{found} more than the {self._max_tokens} tokens of the context; shorten {remedy}",
+        )
 
     def _after(
         self, native: NativeFormat, before: RecordedCall, messages: Sequence[Message]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from native_prompts import bundle_of
@@ -19,9 +21,11 @@ TEXTS = {
     "one word": "x",
     "blanks": " ",
     "letters": "é",
-    "control tokens": "<|im_end|>",
+    "control tokens": "<|im_end|> a",
+    "marks": "<tool_call> a",
 }
-LENGTH = 4_000_000
+# the one is bounded as a text, the other before it is made one
+LENGTHS = (100_000, 32_000_000)
 
 
 class Asking:
@@ -34,10 +38,10 @@ class Asking:
         self.talk: Conversation = self.context.start("", tools=())
         self.messages: list[dict[str, str]] = []
 
-    def ask(self, text: str) -> Prompt:
+    def ask(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """Return the prompt of the history and a text, which joins the history if it is not refused."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        self.request = ChatRequest(messages=messages)
+        self.request = ChatRequest(messages=messages, tools=[*tools])
         observation = Observation(text="", request=self.request)
         self.prompt = self.context.observe(self.talk, observation, max_turns=9)
         self.messages = [*messages]
@@ -56,22 +60,50 @@ class Asking:
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name != "blanks"])
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_far_too_long_request_is_not_encoded_as_a_whole(name, joined):
+def test_a_far_too_long_request_is_not_encoded_as_a_whole(name, joined, length):
     asking = Asking(2000)
     if joined:
         asking.ask("Hi")
         asking.answer("Tea")
-    text = TEXTS[name] * (LENGTH // len(TEXTS[name]))
+    assert (length > asking.context._encoder.max_characters) == (length == LENGTHS[1])
+    text = TEXTS[name] * (length // len(TEXTS[name]))
     begin = time.thread_time()
     with pytest.raises(RequestRefusedError, match="more than the 2000 tokens") as refused:
         asking.ask(text)
     assert refused.value.code == "context_length_exceeded"
     # the tokenizer alone takes many times as long
-    assert time.thread_time() - begin < 2.0
+    assert time.thread_time() - begin < 1.0
     # the program may go on with less
     asking.ask("short")
     assert asking.talk.history == (JOINED if joined else FIRST)
+
+
+def offered(properties: int) -> list[dict[str, Any]]:
+    """Return a tool with so many arguments."""
+    names = {f"argument{number}": {"type": "string"} for number in range(properties)}
+    parameters = {"type": "object", "properties": names}
+    return [
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "", "parameters": parameters},
+        }
+    ]
+
+
+def test_far_too_long_schemas_are_not_rendered():
+    asking = Asking(2000)
+    tools = offered(60_000)
+    begin = time.thread_time()
+    with pytest.raises(
+        RequestRefusedError, match="schemas of the tools have more than the 2000 tok"
+    ):
+        asking.ask("Hi", tools)
+    # a template is rendered some forty times before its first prompt, which takes 9 s
+    assert time.thread_time() - begin < 2.0
+    # what does not fit is shown all the same, and refused by who plays the episode
+    assert len(asking.ask("Hi", offered(300)).ids) > 2000
 
 
 @pytest.mark.parametrize("name", TEXTS)
