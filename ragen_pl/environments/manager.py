@@ -51,7 +51,8 @@ class EnvironmentManager:
         max_actions_per_turn: number of actions carried out of one response.
         format_penalty: amount taken from a turn whose response has no valid action; `auto` for the one that the
             environment declares, or 0.05.
-        invalid_ends: whether such a response ends the episode; otherwise the state stays as it is.
+        invalid_ends: whether such a response ends the episode; otherwise the state stays as it is. Where well-formed
+            tool calls beside a malformed one are carried out, the episode goes on.
         turn_limit_bootstraps: whether the turn limit truncates an episode (`EpisodeStatus.TRUNCATED`).
         prompt_format: required form of responses.
         timeout_s: longest time of one reset or one turn in seconds; None for no limit. The creation of an environment
@@ -304,7 +305,7 @@ class EnvironmentManager:
         if response.calls:
             result.observation = slot.observation = _tool_results(shown, calls=len(response.calls))
         if not response.valid:  # calls beside a malformed one have been carried out
-            self._refuse(slot, result)
+            self._refuse(slot, result, ends=not response.actions)
         if response.valid and relations is not None:
             result.statements = judged_statements(
                 response.statements,
@@ -338,12 +339,12 @@ class EnvironmentManager:
             result.reward_terms["format"] = -self.penalty(slot.members)
         return result
 
-    def _refuse(self, slot: EnvironmentSlot, result: TurnResult) -> None:
-        """Penalize an invalid response or action; it ends the episode if `invalid_ends` is set."""
+    def _refuse(self, slot: EnvironmentSlot, result: TurnResult, *, ends: bool = True) -> None:
+        """Penalize an invalid response or action; with `ends` it ends the episode if `invalid_ends` is set."""
         result.valid = False
         result.reward_terms["format"] = -self.penalty(slot.members)
         result.observation = slot.observation
-        if self.invalid_ends and result.status is None:
+        if ends and self.invalid_ends and result.status is None:
             result.status = EpisodeStatus.TERMINATED
 
     def _act(self, slot: EnvironmentSlot, action: int | str, result: TurnResult) -> None:

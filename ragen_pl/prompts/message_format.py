@@ -38,7 +38,7 @@ class MessageFormat(ABC):
 
         Args:
             text: the response, with the think tag that its prompt may have opened.
-            names: tools that may be called; None for any.
+            names: tools that may be called; None for those of the format.
         """
 
     def shows(self, calls: Sequence[Message]) -> bool:
@@ -59,9 +59,9 @@ class MessageFormat(ABC):
     ) -> ParsedResponse:
         """Return the actions of a response: its tool calls, or without tools what it says.
 
-        A response with tools is valid if it has a call and all of its calls are well formed. Beside a malformed call,
-        which is part of its words, the well-formed ones count all the same, as they do for an agent program. Of more
-        calls than `max_actions` the first ones count.
+        A response with tools is valid if it has a call and all of its calls are well formed; one of another tool is
+        not. Beside a malformed call, which is part of its words, the well-formed ones count all the same, as they do
+        for an agent program. Of more calls than `max_actions` the first ones count.
 
         Args:
             text: the response, with the think tag that its prompt may have opened.
@@ -123,7 +123,7 @@ class ApiFormat(MessageFormat):
             thinks=THINK_TAGS,
             opened=False,
             tools={},
-            names=names,
+            names={tool["function"]["name"] for tool in self.tools} if names is None else names,
         )
 
     def response_text(self, action: str, *, reasoning: str | None = None) -> str:

@@ -75,7 +75,7 @@ class NativeFormat(MessageFormat):
             thinks=self._reasoning,
             opened=False,
             tools=self._parameters,
-            names=names,
+            names=self._parameters if names is None else names,
         )
 
     @property

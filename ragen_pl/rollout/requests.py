@@ -78,7 +78,7 @@ def answer_request(
     Args:
         request: the request.
         generation: the sampled response.
-        native: format of the response.
+        native: format of the response, with the request's tools.
         prompt_tokens: tokens of the prompt.
         turn: number of the turn, of which the ids of tool calls are made.
         opening: text of the prompt with which the response begins.
@@ -91,14 +91,13 @@ def answer_request(
         start, end = place
         generation = _cut(generation, int(np.searchsorted(ends, end)) + 1)
         text = text[:start]
-    names = {tool["function"]["name"] for tool in request.tools}
-    read = native.message(text, names=names)
+    read = native.message(text)
     allowed = native.max_calls if request.parallel_calls else 1
     if len(read.calls) > allowed:
         end = read.calls[allowed - 1].span[1]
         generation = _cut(generation, int(np.searchsorted(ends, end)) + 1)
         text = text[:end]
-        read = native.message(text, names=names)
+        read = native.message(text)
     shown = [
         call_message(number, call.name, call.arguments) for number, call in enumerate(read.calls)
     ]

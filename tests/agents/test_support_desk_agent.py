@@ -113,35 +113,43 @@ def test_a_sampling_model_gives_the_same_tokens():
 
 
 FIND = calls(("find", {"item": "book"}))
+FLY = calls(("fly", {}))
 SAYS = (
     FIND + '\n<tool_call>\n{"name": "say", "argum\n</tool_call>',
+    f"{FLY}\n{FIND}\n{FLY}",
     calls(("find", {"item": "lamp"}), ("say", {"text": "code"})),
     "I do not know.",
     calls(("refund", {"order": "A1", "amount": 5000})),
-    calls(("say", {"text": 'what "does" it\nsay <|im_end|> é?'})),
-    calls(("say", {"text": "refused late"})),
+    calls(("say", {"text": 'what "does" it\nsay <|im_end|> é? refused late'})),
 )
 
 
-def test_calls_and_their_results_give_the_same_tokens():
+# only where nothing of a response is carried out it ends the episode
+@pytest.mark.parametrize(("invalid_ends", "turns"), [(False, 6), (True, 4)])
+def test_calls_and_their_results_give_the_same_tokens(invalid_ends, turns):
     bundle = bundle_of("qwen2_5")
 
     def engine(context: ContextManager) -> ScriptedEngine:
         return ScriptedEngine(context, lambda _, turn: SAYS[turn])
 
-    both = [played(bundle, engine, program=program) for program in (False, True)]
+    both = [
+        played(bundle, engine, program=program, invalid_ends=invalid_ends)
+        for program in (False, True)
+    ]
     check_same(*both, bundle)
     (trajectory,) = both[0]
-    assert len(trajectory.turns) == 6
-    # more than the penalty of invalid responses
-    assert {turn.reward for turn in trajectory.turns} - {0.0, -0.25}
-    # a call beside a malformed one is carried out
-    assert len(trajectory.turns[0].actions) == 1 and not trajectory.turns[0].action_is_valid
+    assert len(trajectory.turns) == turns
+    if not invalid_ends:
+        # more than the penalty of invalid responses
+        assert {turn.reward for turn in trajectory.turns} - {0.0, -0.25}
+    # a call beside a malformed one, or beside those of tools that do not exist, is carried out
+    for turn in trajectory.turns[:2]:
+        assert len(turn.actions) == 1 and not turn.action_is_valid
 
 
 def test_an_invalid_response_ends_the_episode_where_it_does_in_the_environment():
     bundle = bundle_of("qwen2_5")
-    says = (FIND, calls(("fly", {})))
+    says = (FIND, FLY)
     both = [
         played(
             bundle,

@@ -88,8 +88,9 @@ def test_several_calls_of_a_response_have_a_result_each(lm):
         ("tea costs three", "error: expected a tool call"),
         (f"<think>{CALL}</think>hm", "error: expected a tool call"),
         ("", "error: expected a tool call"),
+        (CALL.replace("price", "prise"), "error: no tool 'prise' is offered at character 0: "),
     ],
-    ids=["wrong JSON", "words", "inside reasoning", "nothing"],
+    ids=["wrong JSON", "words", "inside reasoning", "nothing", "unknown tool"],
 )
 def test_a_response_without_a_well_formed_call_is_not_valid(lm, response, shown):
     episode = played(lm, response, ANSWER)
@@ -111,8 +112,8 @@ def test_a_call_beside_a_malformed_one_is_carried_out_and_penalized(lm, malforme
     assert not first.action_is_valid and first.reward_terms["format"] == -0.05
     assert second.observation.results == ["3 coins"]
     assert episode.success and second.action_is_valid
-    (only,) = played(lm, response, ANSWER, invalid_ends=True).turns
-    assert only.actions == first.actions and not only.action_is_valid
+    # an agent program goes on too
+    assert played(lm, response, ANSWER, invalid_ends=True).success
 
 
 def test_without_tools_a_malformed_call_is_an_answer(lm):
@@ -141,19 +142,12 @@ def test_a_call_beside_a_malformed_one_is_shown_again_where_prompts_are_rendered
         assert native.template.render([{"role": "user", "content": "go"}, message])
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "error"),
-    [
-        ("prise", {"article": "tea"}, "no tool 'prise'"),
-        ("price", {"article": 3}, "article"),
-        ("price", {}, "article"),
-    ],
-)
-def test_the_environment_refuses_other_calls(lm, name, arguments, error):
-    text = f"<tool_call>{call_text(name, **arguments)}</tool_call>"
+@pytest.mark.parametrize("arguments", [{"article": 3}, {}])
+def test_the_environment_refuses_other_calls(lm, arguments):
+    text = f"<tool_call>{call_text('price', **arguments)}</tool_call>"
     first, second, *_ = played(lm, text, ANSWER).turns
     assert not first.action_is_valid and first.reward_terms["format"] == -0.05
-    assert error in second.observation.results[0]
+    assert "article" in second.observation.results[0]
 
 
 def test_words_beside_a_call_are_kept(lm):
@@ -213,9 +207,7 @@ def test_no_arguments_of_a_call_break_the_next_prompt(name, arguments):
     context.observe(talk_, Observation(text="go"), max_turns=9)
     native = talk_.native
     try:
-        text = native.tools.written(
-            content="", calls=[function_call(0, "no such tool\n", **arguments)]
-        )
+        text = native.tools.written(content="", calls=[function_call(0, "price", **arguments)])
     except NoToolsError:
         text = "not a call that this template writes"
     parsed = native.parse(text, None, max_actions=1)

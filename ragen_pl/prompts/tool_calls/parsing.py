@@ -139,7 +139,7 @@ class _Parser:
         if not block.calls:
             self._label_text(start, block.end)
             return block.end
-        # labelled as a call whichever tool it names, as in an environment, which answers a call of an unknown tool
+        # labelled as a call whichever tool it names: a policy that invents tools acts
         self._label(Span.TAG, start, block.inside[0])
         self._label(Span.ACTION, *block.inside)
         self._label(Span.TAG, block.inside[1], block.end)
