@@ -35,8 +35,8 @@ def qwen_processor(
 ) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
     def build(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
         processor: ProcessorMixin = kind(
-            Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=84 * 84, **sizes), tokenizer, video_processor=video(),
-            chat_template=tokenizer.chat_template,
+            Qwen2VLImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 84 * 84}, **sizes), tokenizer,
+            video_processor=video(), chat_template=tokenizer.chat_template,
         )  # fmt: skip
         return processor
 

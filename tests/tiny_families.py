@@ -294,11 +294,11 @@ def built(
 
 
 SQUARE = {"size": {"height": 32, "width": 32}}
-PIXELS = {"min_pixels": 28 * 28, "max_pixels": 84 * 84}
+PIXELS = {"size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}
 PROCESSORS: dict[str, Builder] = {
     "ernie4_5_vl_moe": built(
         "Ernie4_5_VLMoeProcessor", "Ernie4_5_VLMoeImageProcessor",
-        {"size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}, video="Ernie4_5_VLMoeVideoProcessor",
+        PIXELS, video="Ernie4_5_VLMoeVideoProcessor",
     ),
     "aya_vision": built(
         "AyaVisionProcessor", "GotOcr2ImageProcessor", SQUARE, patch_size=8, img_size=32, downsample_factor=2,

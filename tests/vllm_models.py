@@ -109,7 +109,7 @@ def build(kind: str) -> ModelBundle:
         )
         model = Qwen2_5_VLForConditionalGeneration(config)
         processor = Qwen2_5_VLProcessor(
-            Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=84 * 84),
+            Qwen2VLImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 84 * 84}),
             tokenizer,
             video_processor=Qwen2VLVideoProcessor(),
             chat_template=tokenizer.chat_template,

@@ -34,7 +34,7 @@ from ragen_pl.models.images import (
     encoder_outputs,
     joined,
 )
-from ragen_pl.models.pretrained import load_tokenizer
+from ragen_pl.models.pretrained import load_tokenizer, present_image_settings
 from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:
@@ -223,13 +223,15 @@ class AbstractImages:
     """Encoder of images with a folder's processor, or with the image processor of the model's family."""
 
     def __init__(self, bundle: AbstractBundle) -> None:
-        self.model, self.facts, self.settings = bundle.model, bundle.facts, bundle.image_settings
+        self.model, self.facts = bundle.model, bundle.facts
         self.written: ImageEncoder | None = None
         if bundle.processor is None:
             self.processor = _image_processor(self.facts.family, bundle.image_processor)
         else:
-            self.written = ImageEncoder(self.model, bundle.processor, self.facts, self.settings)
             self.processor = bundle.processor.image_processor
+        self.settings = present_image_settings(self.processor, bundle.image_settings)
+        if bundle.processor is not None:
+            self.written = ImageEncoder(self.model, bundle.processor, self.facts, self.settings)
         self.held = HeldFeatures()
         self._counts: dict[tuple[int, ...], int] = {}
         self._listed = False

@@ -23,6 +23,7 @@ from ragen_pl.models.pretrained import (
     check_image_settings,
     load_tokenizer,
     model_class,
+    present_image_settings,
     read_config,
     read_model,
     sees_images,
@@ -176,8 +177,8 @@ def load_pretrained(
             windows of all images where the encoder has windows (`ragen_pl.models.attention`).
         local_files_only: Whether the hub is never asked.
         max_tokens: Tokens of the longest conversation; None for any up to the model's original length.
-        image_processor: Settings of the family's image processor, such as `{"min_pixels": 50176}`,
-            `{"crop_to_patches": False}`; None for its own.
+        image_processor: Settings of the family's image processor, such as `{"crop_to_patches": False}`;
+            None for its own.
         lora: Settings of peft's `LoraConfig` to train adapters only; None trains all weights.
         freeze_vision: Whether the image encoder is left unchanged; None: with `lora`, or where no images are shown.
         freeze_projector: Whether the projector of image features is left unchanged; None: as for the encoder. It gets
@@ -213,6 +214,7 @@ def load_pretrained(
 
         processor = AutoProcessor.from_pretrained(path, **where)
         check_image_settings(processor, image_processor or {})
+        image_processor = present_image_settings(processor.image_processor, image_processor or {})
     tokenizer = load_tokenizer(path, **where) if processor is None else processor.tokenizer
     with _weights_from(seed):
         choose_trained_weights(

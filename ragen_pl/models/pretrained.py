@@ -14,6 +14,7 @@ from ragen_pl.models.settings import Attention
 
 if TYPE_CHECKING:
     from transformers import (
+        BaseImageProcessor,
         PretrainedConfig,
         PreTrainedModel,
         PreTrainedTokenizerBase,
@@ -160,3 +161,24 @@ def check_image_settings(processor: ProcessorMixin, settings: Mapping[str, Any])
             f"model.build.image_processor.{unknown[0]}: the model's image processor has no such setting; known: "
             + ", ".join(sorted(known))
         )
+
+
+def present_image_settings(
+    image_processor: BaseImageProcessor, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return settings of an image processor with its range of pixels as a `size`.
+
+    Qwen's models and their relatives call the ends of the range `shortest_edge` and `longest_edge`. In transformers
+    `min_pixels` and `max_pixels` are deprecated.
+
+    Args:
+        image_processor: The processor; an end that is not given is its own.
+        settings: Keyword arguments of its calls.
+    """
+    ends = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+    present = {name: value for name, value in settings.items() if name not in ends}
+    own = image_processor.to_dict().get("size") or {}
+    if len(present) == len(settings) or not own.keys() >= {*ends.values()}:
+        return dict(settings)
+    given = {ends[name]: settings[name] for name in ends if settings.get(name) is not None}
+    return present | {"size": {**own, **settings.get("size", {}), **given}}

@@ -243,7 +243,7 @@ def test_model_with_patch_grids_loads(tmp_path):
         pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     processor = Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer,
+        Qwen2VLImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56}), tokenizer,
         video_processor=Qwen2VLVideoProcessor(), chat_template=tokenizer.chat_template,
     )  # fmt: skip
     ModelBundle(Qwen2_5_VLForConditionalGeneration(config), tokenizer, processor).save(tmp_path)
@@ -255,6 +255,14 @@ def test_model_with_patch_grids_loads(tmp_path):
         [1, 2, 4],
         [1, 4, 4],
     ]
+    for given, expected in (
+        ({"min_pixels": 112 * 112}, 112 * 112),
+        ({"max_pixels": 28 * 28}, 28 * 28),
+        ({"min_pixels": 84 * 84, "max_pixels": 112 * 112}, 84 * 84),
+    ):
+        # the range of pixels has other names in transformers now, whose old ones are a warning
+        other = load_pretrained(str(tmp_path), image_processor=given).images.encode(shown[:1])
+        assert other.counts == (expected // 28**2,)
     alone = bundle.images.encode(shown[1:])
     torch.testing.assert_close(alone.tokens, features.tokens[4:6])
     assert {512, 513, 514, 515, 516, 519} < set(bundle.banned_token_ids)
