@@ -258,6 +258,17 @@ class FillRows:
         return " ".join(next(missing, "1") if cell == "0" else cell for cell in row.split())
 
 
+class AddAll:
+    """Player of Arithmetic who adds all numbers of the question, whatever its signs say."""
+
+    needs_trust = ()
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Return the sum."""
+        environment: Any = env.unwrapped
+        return str(sum(map(int, re.findall(r"\d+", environment.render()))))
+
+
 class ProductAndRest:
     """Player of Countdown who multiplies two numbers, then adds or subtracts the third, if that reaches the target."""
 

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from envs.policies import ScriptedPolicy
-from envs.trivial_policies import Buy, Constant, Cycle, Decide, HitBelow
+from envs.trivial_policies import AddAll, Buy, Constant, Cycle, Decide, HitBelow
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
 from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
@@ -33,9 +33,11 @@ NAMES = (
 )  # fmt: skip
 NEED_A_LIBRARY = ("arithmetic", "countdown", "mini_sudoku", "textarena", "word_problem")
 BOUND = re.compile(r"(success|return)(?: at most (-?[\d.]+\d))")
+SETTINGS = re.compile(r"In (?:the task of )?`env=(\w+)`")
 OTHERS = ("random", "optimal", "garbage")
 # more players than the summary of a run has
 MORE: dict[str, list[ScriptedPolicy]] = {
+    "arithmetic": [Constant(action="{0}")],
     "babyai": [Cycle(actions=["Left", "Forward"]), Constant(action="Forward")],
     "blackjack": [Constant(action=0), *(HitBelow(total=total) for total in (12, 15, 17))],
     "countdown": [Constant(action=form) for form in ("{1} * {2} + {3}", "{1} * {2} - {3}")],
@@ -45,15 +47,21 @@ MORE: dict[str, list[ScriptedPolicy]] = {
     "pocket_cube": [Constant(action="U"), Cycle(actions=["R", "U"]), Cycle(actions=["R", "U", "R-", "U-"])],
     "sokoban": [Constant(action="Up"), Cycle(actions=["Down", "Right"])],
     "web_shop": [Buy(choice="dearest"), Buy(choice="best")],
+    "word_problem": [Constant(action="{0}"), AddAll()],
 }  # fmt: skip
 
 
-def bounds(environment: Any) -> Mapping[str, float]:
-    """Return the largest success and return of trivial players that the docstring of an environment's class states."""
+def bounds(name: str, environment: Any) -> Mapping[str, float]:
+    """Return the largest success and return of trivial players that the docstring of an environment's class states.
+
+    Where it has sentences on `env=…`, those on this one count.
+    """
     docs = [base.__doc__ or "" for base in type(environment).__mro__]
     sections = [doc.partition("## Trivial Policies")[2].partition("##")[0] for doc in docs]
     stated = next((section for section in sections if section), "")
-    found = BOUND.findall(" ".join(stated.split()))
+    of_all, *of_each = SETTINGS.split(" ".join(stated.split()))
+    named = [text for env, text in zip(of_each[::2], of_each[1::2], strict=True) if env == name]
+    found = BOUND.findall(" ".join(named) if of_each else of_all)
     return {metric: max(float(b) for m, b in found if m == metric) for metric, _ in found}
 
 
@@ -82,7 +90,7 @@ def played(cfg: DictConfig, policy: ScriptedPolicy, *, episodes: int) -> tuple[f
 def test_no_player_without_skill_earns_more_than_its_bound(name: str) -> None:
     cfg = composed(f"env={name}", "logger=none")
     environment = EnvironmentManager(**manager_settings(cfg.env)).make().unwrapped
-    stated, episodes = bounds(environment), COUNTS.get(name, EPISODES)
+    stated, episodes = bounds(name, environment), COUNTS.get(name, EPISODES)
     player = functools.partial(played, cfg, episodes=episodes)
     baselines = {str(key): instantiate(each) for key, each in cfg.validation.baselines.items()}
     garbage_success, garbage, _ = player(baselines["garbage"])
