@@ -114,11 +114,13 @@ def build_batch(size: Size) -> TrajectoryBatch:
         hit_length_limit=table.bool(),
         state=table.long(),
         advances=table == 0,
+        success=column.char(),
+        terms=table.double(),
         weight=column + 1,
         truncated=column.bool(),
         bootstrap=column,
     )
-    return TrajectoryBatch(samples=samples, episodes=episodes, images=[])
+    return TrajectoryBatch(samples=samples, episodes=episodes, images=[], terms=("environment",))
 
 
 # ---- both ways

@@ -27,6 +27,7 @@ class RunFacts:
         baseline: trajectories whose returns the estimator subtracts a mean of; None if it subtracts none.
         whitens: whether the loss whitens advantages over tokens.
         rewards_penalized: whether a KL penalty is taken from the rewards.
+        rewards_normalized: whether returns are normalized or bounded before credit is assigned.
         iterations_ahead: updates between the weights of a rollout and those that are trained on it.
         loss: loss of the updates.
         callbacks: callbacks of the run, in order.
@@ -47,6 +48,7 @@ class RunFacts:
     baseline: str | None
     whitens: bool
     rewards_penalized: bool
+    rewards_normalized: bool
     iterations_ahead: int
     loss: object
     callbacks: tuple[object, ...]

@@ -5,6 +5,7 @@ Everything is in the credit layout: a row is one trajectory, its sampled tokens 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -35,6 +36,9 @@ class Credit:
         state: int64 `[trajectories, turns]`, number of the state that a turn starts in, -1 for unknown; None
             where no state is known.
         advances: bool `[trajectories, turns]`, whether a turn is a step that discounts count; None where all are.
+        success: int8 `[trajectories]`, whether the task was solved, -1 where the environment does not say so; None
+            where it is not known.
+        terms: `[trajectories]` by the name of a reward term, its sum over an episode; None where they are not known.
 
     Raises:
         ValueError: shapes disagree, a nonzero reward lies outside `advantage_mask`, a token of a
@@ -52,6 +56,8 @@ class Credit:
     center: Tensor | None = None
     state: Tensor | None = None
     advances: Tensor | None = None
+    success: Tensor | None = None
+    terms: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.advantage_mask, self.loss_mask = self.advantage_mask.bool(), self.loss_mask.bool()
@@ -74,6 +80,7 @@ class Credit:
         tokens, rows = self.rewards.shape, self.rewards.shape[:1]
         expected = {"advantage_mask": tokens, "loss_mask": tokens, "turn": tokens, "values": tokens}
         expected |= {"group": rows, "bootstrap": rows, "returns": rows, "center": rows}
+        expected |= {"success": rows}
         for name, shape in expected.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
@@ -202,11 +209,14 @@ class Estimator(Protocol):
         needs_values: the estimator reads the values of a critic.
         needs_states: the estimator reads the states that turns start in (`Credit.state`).
         needs_groups: the estimator compares the trajectories of a group, so a group needs several.
+        reads_returns: the estimator reads the returns or the rewards of turns, after normalization and penalties, and
+            not what they are made of.
     """
 
     needs_values: ClassVar[bool] = False
     needs_states: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
+    reads_returns: ClassVar[bool] = True
 
     @property
     def standardizes(self) -> StandardizationScope | None:
@@ -245,6 +255,16 @@ class Estimator(Protocol):
             )
         if self.needs_groups:
             facts.require_groups(self, key="algorithm.estimator")
+        if not self.reads_returns and facts.rewards_penalized:
+            raise ValueError(
+                f"algorithm.loss.kl.place=reward: {name} does not read the returns, which the penalty is taken from; "
+                "set algorithm.loss.kl.place=loss"
+            )
+        if not self.reads_returns and facts.rewards_normalized:
+            raise ValueError(
+                f"algorithm.normalize: {name} does not read the returns, which are normalized; set "
+                "algorithm.normalize.by._target_=ragen_pl.algorithms.normalization.Raw without bounds"
+            )
 
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Estimate the advantages of a batch of trajectories.

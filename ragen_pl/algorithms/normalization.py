@@ -245,6 +245,11 @@ class RewardNormalizer:
         return self.clip_low is not None or self.clip_high is not None
 
     @property
+    def changes_returns(self) -> bool:
+        """Whether returns are shifted, scaled or bounded."""
+        return self.by.scope is not None or self.clips
+
+    @property
     def needs_groups(self) -> bool:
         """Whether the rule compares the returns inside a group."""
         return self.by.needs_groups
@@ -294,7 +299,7 @@ class RewardNormalizer:
                 [1., 0.]]), center=tensor([2., 2.]))
         """
         iteration, self.iteration = self.iteration, self.iteration + 1
-        if (self.by.scope is None and not self.clips) or not turn_rewards.shape[1]:
+        if not self.changes_returns or not turn_rewards.shape[1]:
             return NormalizedRewards(turn_rewards, None)
         returns = turn_rewards.sum(1)
         center, scale = self.by(returns, group, iteration=iteration, all_reduce=all_reduce)

@@ -137,6 +137,11 @@ class PolicyLoss:
                 "set dual_clip=null"
             )
 
+    @property
+    def setting_of_rows(self) -> str | None:
+        """The setting that depends on how episodes are divided into rows; None without one."""
+        return f"aggregation={self.aggregation}" if self.aggregation.counts_rows else None
+
     def __call__(
         self,
         logprobs: Tensor,

@@ -1,8 +1,12 @@
-"""Policy losses with other ratios than PPO's: one ratio for a whole response (GSPO), or a clipped weight (CISPO)."""
+"""Policy losses with other ratios or bounds than PPO's.
+
+One ratio for a whole response (GSPO), a clipped weight (CISPO), or a bound on the divergence (DPPO).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar
 
 import torch
@@ -173,3 +177,153 @@ class ClippedWeightLoss(PolicyLoss):
         """Apply `cispo` to the tokens of the mask."""
         bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         return cispo(logprobs, behavior_logprobs, advantages, mask, **bounds)
+
+
+class Divergence(StrEnum):
+    """Divergence of two policies as that of two outcomes, the sampled token or any other one."""
+
+    TV = "tv"
+    KL = "kl"
+
+
+class Unit(StrEnum):
+    """Tokens that share a ratio and a divergence: each its own, those of a response, or all of a sample."""
+
+    TOKEN = "token"
+    TURN = "turn"
+    SEQUENCE = "sequence"
+
+
+def binary_divergence(logprobs: Tensor, behavior_logprobs: Tensor, *, how: Divergence) -> Tensor:
+    """Return the divergence of the behavior policy from the policy, as told by the sampled tokens.
+
+    With p the policy's probability of a token and q that of the behavior policy, `|p - q|` (tv) or
+    `q log(q / p) + (1 - q) log((1 - q) / (1 - p))` (kl): at most the divergence over the vocabulary, and not as large
+    for a rare token as its ratio (Qi et al., 2026, arXiv 2602.04879, eqs. 13 and 14).
+
+    Args:
+        logprobs: any shape, of the policy.
+        behavior_logprobs: same shape, of the behavior policy.
+        how: the divergence.
+
+    Returns:
+        float32, same shape.
+
+    >>> new, old = torch.tensor([0.2, 0.9]).log(), torch.tensor([0.1, 0.9]).log()
+    >>> binary_divergence(new, old, how=Divergence.TV)
+    tensor([0.1000, 0.0000])
+    """
+    # 1 - p is 0 in float32 for a token that is all but certain
+    new, old = logprobs.double().clamp(max=-1e-12), behavior_logprobs.double().clamp(max=-1e-12)
+    if how is Divergence.TV:
+        return (new.exp() - old.exp()).abs().float()
+    other_new, other_old = -torch.expm1(new), -torch.expm1(old)
+    kl = old.exp() * (old - new) + other_old * (other_old / other_new).log()
+    return kl.clamp(min=0).float()
+
+
+def divergence_masked(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    turn: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    divergence: Divergence = Divergence.TV,
+    level: Unit = Unit.TOKEN,
+) -> SurrogateLoss:
+    """Leave out tokens whose update would lead beyond a divergence from the behavior policy (DPPO; Qi et al., 2026).
+
+    `-M A rho` with M 0 where the divergence exceeds its bound and the policy has moved in the advantage's direction
+    already: rho > 1 and A > 0, or rho < 1 and A < 0 (arXiv 2602.04879, eqs. 11 and 12). No ratio is clipped. At the
+    level of a turn or a sequence rho is the geometric mean of its tokens' ratios, as in GSPO, and the divergence their
+    mean; the gradient of a token is still its own.
+
+    Args:
+        logprobs: `[batch, time]`, of the policy being trained.
+        behavior_logprobs: `[batch, time]`, of the behavior policy.
+        advantages: `[batch, time]`.
+        mask: bool `[batch, time]`.
+        turn: int64 `[batch, time]`, the response of each token.
+        clip_low: largest divergence of a token with rho < 1 and A < 0; published 0.15 (tv) and 0.05 (kl).
+        clip_high: largest divergence of a token with rho > 1 and A > 0.
+        divergence: measure of the divergence.
+        level: tokens that share a ratio and a divergence.
+
+    >>> new, old = torch.tensor([[0.04, 0.9, 0.9]]).log(), torch.tensor([[0.01, 0.5, 0.8]]).log()
+    >>> mask, turn = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.int64)
+    >>> divergence_masked(new, old, mask.float(), mask, turn, clip_low=0.15, clip_high=0.15).losses
+    tensor([[-4.0000,  0.0000, -1.1250]])
+    """
+    mask = mask.bool()
+    inside, old = (torch.where(mask, each.float(), 0.0) for each in (logprobs, behavior_logprobs))
+    new = inside.detach()
+    log_ratio, distance = new - old, binary_divergence(new, old, how=divergence)
+    token = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if level is not Unit.TOKEN:
+        unit = turn if level is Unit.TURN else torch.zeros_like(turn)
+        log_ratio, distance = (mean_over_response(x, mask, unit) for x in (log_ratio, distance))
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    advantages = torch.where(mask, advantages.float(), 0.0)
+    high = (advantages > 0) & (log_ratio > 0) & (distance > clip_high)
+    low = (advantages < 0) & (log_ratio < 0) & (distance > clip_low)
+    losses = -advantages * log_ratio.exp() * (inside - new).exp()
+    return SurrogateLoss(
+        losses=torch.where(high | low, 0.0, losses),
+        clipped_low=low.sum(),
+        clipped_high=high.sum(),
+        dual_clipped=mask.new_zeros((), dtype=torch.int64),
+        approx_kl=(token.exp() - 1 - token).sum(),
+        tokens=mask.sum(),
+    )
+
+
+@checked
+@dataclass(kw_only=True)
+class DivergencePolicyLoss(PolicyLoss):
+    """Tokens left out by the divergence from the behavior policy, in place of a clip of their ratio (DPPO).
+
+    `clip_low` and `clip_high` bound the divergence.
+
+    Attributes:
+        divergence: measure of the divergence.
+        level: tokens that share a ratio and a divergence. A sequence is a sample: a response where samples are turns.
+    """
+
+    needs_trust = ()
+
+    has_dual_clip: ClassVar[bool] = False
+    clip_low: PositiveFraction = 0.15
+    clip_high: Positive = 0.15
+    divergence: Divergence = Divergence.TV
+    level: Unit = Unit.TOKEN
+
+    @property
+    def setting_of_rows(self) -> str | None:
+        """The aggregation, or the level of a sequence."""
+        level = f"level={self.level}" if self.level is Unit.SEQUENCE else None
+        return super().setting_of_rows or level
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        behavior_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        turn: Tensor,
+    ) -> SurrogateLoss:
+        """Apply `divergence_masked` to the tokens of the mask."""
+        return divergence_masked(
+            logprobs,
+            behavior_logprobs,
+            advantages,
+            mask,
+            turn,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            divergence=self.divergence,
+            level=self.level,
+        )

@@ -150,6 +150,10 @@ class Episodes:
     """int64 `[episodes, max turns]`, number of the state at the turn's start, -1 for unknown."""
     advances: Tensor
     """bool `[episodes, max turns]`, whether the turn is a step that discounts count; True beyond the last turn."""
+    success: Tensor
+    """int8 `[episodes]`, whether the task was solved, -1 where the environment does not say so."""
+    terms: Tensor
+    """float64 `[episodes, terms]`, sum of each reward term over all turns; their names are `TrajectoryBatch.terms`."""
     weight: Tensor
     """float32 `[episodes]`, factor of the policy's loss, 1 unless a group filter changes it."""
     truncated: Tensor
@@ -176,6 +180,8 @@ class TrajectoryBatch:
     """Ids that sampling kept at the sampled tokens, by `samples.token`; None for all."""
     has_values: bool = False
     """Whether the engine has read `samples.values`, at all sampled tokens."""
+    terms: tuple[str, ...] = ()
+    """Names of the reward terms of this rank's episodes."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of tensors, for a checkpoint."""
@@ -192,17 +198,25 @@ class TrajectoryBatch:
         final, kept = state["final"], state.get("kept")
         parts = {
             "samples": Samples(**state["samples"]),
-            "episodes": Episodes(**_with_advances(state["episodes"])),
+            "episodes": Episodes(**_with_later_columns(state["episodes"])),
             "final": None if final is None else Samples(**final),
             "kept": None if kept is None else KeptIds(**kept),
         }
         return cls(**{**state, **parts})
 
 
-def _with_advances(episodes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns of episodes; in a checkpoint of an earlier version every turn advances."""
-    everywhere = torch.ones_like(episodes["turn_rewards"], dtype=torch.bool)
-    return {"advances": everywhere, **episodes}
+def _with_later_columns(episodes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns of episodes with those that a checkpoint of an earlier version lacks.
+
+    There every turn advances. The others are read before an update only.
+    """
+    rewards = episodes["turn_rewards"]
+    added = {
+        "advances": torch.ones_like(rewards, dtype=torch.bool),
+        "success": torch.full(rewards.shape[:1], -1, dtype=torch.int8),
+        "terms": rewards.new_zeros(len(rewards), 0, dtype=torch.float64),
+    }
+    return {**added, **episodes}
 
 
 def _tensors(part: Samples | Episodes | KeptIds) -> dict[str, Tensor]:

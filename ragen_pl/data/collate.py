@@ -125,12 +125,16 @@ def collate(
         if trajectory.status is EpisodeStatus.TRUNCATED and trajectory.final_prompt_ids is not None
     ]
     final_samples = _samples(final, images, bundle) if final else None
+    terms = sorted(
+        {name for trajectory in kept for turn in trajectory.turns for name in turn.reward_terms}
+    )
     return TrajectoryBatch(
         samples=samples,
-        episodes=_episodes(kept, [weight for _, weight in pairs]),
+        episodes=_episodes(kept, [weight for _, weight in pairs], terms),
         images=images.tensors(),
         final=final_samples,
         kept=sampled_from,
+        terms=tuple(terms),
         has_values=all(
             turn.response_values is not None for draft in drafts for _, _, turn in draft.responses
         ),
@@ -319,7 +323,9 @@ def as_dummy_batch(batch: TrajectoryBatch) -> TrajectoryBatch:
     return batch
 
 
-def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
+def _episodes(
+    kept: Sequence[Trajectory], weights: Sequence[float], terms: Sequence[str]
+) -> Episodes:
     turns_of = [trained_turns(trajectory) for trajectory in kept]
     max_turns = max(map(len, turns_of), default=0)
     rewards = torch.zeros(len(kept), max_turns)
@@ -342,6 +348,10 @@ def _episodes(kept: Sequence[Trajectory], weights: Sequence[float]) -> Episodes:
         hit_length_limit=hit_length_limit,
         state=_states(turns_of, max_turns),
         advances=advances,
+        success=column([_success(trajectory) for trajectory in kept], torch.int8),
+        terms=torch.tensor(
+            [_sums_of_terms(trajectory, terms) for trajectory in kept], dtype=torch.float64
+        ).reshape(len(kept), len(terms)),
         weight=torch.tensor(weights, dtype=torch.float32),
         truncated=column(
             [trajectory.status is EpisodeStatus.TRUNCATED for trajectory in kept], torch.bool
@@ -362,6 +372,16 @@ def _rewards(trajectory: Trajectory) -> list[float]:
         else:
             before += turn.reward
     return [rewards[0] + before, *rewards[1:]]
+
+
+def _success(trajectory: Trajectory) -> int:
+    """Return 1 where the task was solved, 0 where not, -1 where actions were carried out and no step says so."""
+    return -1 if trajectory.says_success is False else int(trajectory.success)
+
+
+def _sums_of_terms(trajectory: Trajectory, names: Sequence[str]) -> list[float]:
+    """Return the sum of each reward term over all turns, 0 where it is not set."""
+    return [sum(turn.reward_terms.get(name, 0.0) for turn in trajectory.turns) for name in names]
 
 
 def _states(turns_of: Sequence[Sequence[Turn]], max_turns: int) -> Tensor:

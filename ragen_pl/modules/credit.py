@@ -112,6 +112,8 @@ def assign_credit(
         center=center,
         state=episodes.state if has_states else None,
         advances=advances,
+        success=episodes.success,
+        terms=dict(zip(batch.terms, episodes.terms.unbind(1), strict=True)),
     )
     estimates = _estimate(credit, estimator, bootstrapped=_bootstrapped(batch))
     name = class_path(estimator)

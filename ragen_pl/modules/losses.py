@@ -239,7 +239,7 @@ class UpdateLoss:
             )
 
     def check_division(self, layout: CreditLayout, advances: Tensor) -> None:
-        """Check that no average counts rows where the history of an episode, not the context, divides it into samples.
+        """Check that nothing counts rows where the history of an episode, not the context, divides it into samples.
 
         Args:
             layout: Credit layout of the batch.
@@ -249,14 +249,15 @@ class UpdateLoss:
             RolloutError: It does, and an episode's turns alternate between samples, or it has several samples and a
                 turn that does not advance.
         """
-        average = self._average_over_rows
-        if average is None:
+        setting = self._setting_of_rows
+        if setting is None:
             return
         several = layout.alternates | ((layout.samples > 1) & ~advances.all(dim=1))
         if bool(several.any()):
             raise RolloutError(
-                f"{average}: the history of {int(several.sum())} episodes divides them into several samples, and an "
-                "average over samples would weigh them by that; set token-mean, or, for the policy, episode-mean"
+                f"{setting}: the history of {int(several.sum())} episodes divides them into several samples, and an "
+                "average over samples would weigh them by that; set token-mean, or, for the policy, episode-mean, and "
+                "no level=sequence"
             )
 
     def has_tokens(self, batch: Minibatch, critic: CriticModule | None) -> dict[str, Tensor]:
@@ -284,11 +285,11 @@ class UpdateLoss:
         return self._has_kl and self.kl is not None and self.kl.clip_norm is not None
 
     @property
-    def _average_over_rows(self) -> str | None:
-        """The setting of an average that depends on how episodes are divided into rows."""
+    def _setting_of_rows(self) -> str | None:
+        """The setting that depends on how episodes are divided into rows."""
         kl, key = self.kl, "algorithm.loss"
-        if self.policy.aggregation.counts_rows:
-            return f"{key}.policy.aggregation={self.policy.aggregation}"
+        if self.policy.setting_of_rows is not None:
+            return f"{key}.policy.{self.policy.setting_of_rows}"
         if kl is not None and self._has_kl and kl.aggregation.counts_rows:
             return f"{key}.kl.aggregation={kl.aggregation}"
         return None

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.config.errors import config_errors
 from ragen_pl.engines.protocol import check_asynchronous, kept_ids_problem
 from ragen_pl.models.truncation import Truncation
@@ -40,9 +41,12 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         instantiate(cfg.get("curriculum"), _convert_="all")
         estimator: Estimator = instantiate(algorithm.estimator, _convert_="all")
         loss: UpdateLoss = instantiate(algorithm.loss, _convert_="all")
+        normalizer: RewardNormalizer | None = instantiate(
+            algorithm.get("normalize"), _convert_="all"
+        )
         others = [
             instantiate(algorithm.get("filter"), _convert_="all"),
-            instantiate(algorithm.get("normalize"), _convert_="all"),
+            normalizer,
             instantiate(algorithm.masks, _convert_="all"),
             instantiate(cfg.rollout.get("adaptive_temperature"), _convert_="all"),
             *build_named(algorithm.get("rewards")),
@@ -63,7 +67,7 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
             )
             if truncation and not engine.records_kept_ids:
                 raise ValueError(kept_ids_problem(engine.__name__, truncation))
-        facts = _run_facts(cfg, environment, estimator, loss, callbacks)
+        facts = _run_facts(cfg, environment, estimator, loss, normalizer, callbacks)
         for component in (estimator, loss, *others, *callbacks):
             if isinstance(component, ChecksRun):
                 component.check_run(facts)
@@ -88,6 +92,7 @@ def _run_facts(
     environment: gymnasium.Env[Any, Any],
     estimator: Estimator,
     loss: UpdateLoss,
+    normalizer: RewardNormalizer | None,
     callbacks: Sequence[object],
 ) -> RunFacts:
     prompt_format = PromptFormat(cfg.env.prompt_format)
@@ -107,6 +112,7 @@ def _run_facts(
         baseline=estimator.baseline,
         whitens=loss.whiten,
         rewards_penalized=loss.kl is not None and loss.kl.changes_rewards,
+        rewards_normalized=normalizer is not None and normalizer.changes_returns,
         iterations_ahead=cfg.rollout.iterations_ahead,
         loss=loss,
         callbacks=tuple(callbacks),

@@ -1,16 +1,30 @@
 """Group baselines, batch scale, whitening and the group filters."""
 
+import itertools
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from threaded_ranks import on_ranks
 
-from ragen_pl.algorithms.advantages.group import dr_grpo, group_std, grpo, rloo
+from ragen_pl.algorithms.advantages.gdpo import Decoupled, Final, gdpo
+from ragen_pl.algorithms.advantages.group import (
+    SuccessRelative,
+    dr_grpo,
+    group_std,
+    grpo,
+    maxrl,
+    rloo,
+)
 from ragen_pl.algorithms.advantages.reinforce import batch, discounted_returns, raw
+from ragen_pl.algorithms.credit import Credit
 from ragen_pl.algorithms.group_filter import AboveDeviation, KeepAll, TopCount, TopFraction, TopMass
 from ragen_pl.algorithms.whitening import masked_moments, whiten
 
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 maths = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 members = st.lists(
     st.tuples(st.floats(-5, 5, width=32), st.integers(0, 4)), min_size=1, max_size=20
@@ -57,6 +71,119 @@ def test_group_baselines_do_not_depend_on_the_order_of_members(pairs, random) ->
         torch.testing.assert_close(function(returns[order], group[order]), whole[order])
         for index in group.unique():
             assert whole[group == index].sum().item() == pytest.approx(0.0, abs=1e-3)
+
+
+def of_one_token(returns: list[float], **changes) -> Credit:
+    """Episodes of one group with one token each."""
+    rows = len(returns)
+    everywhere = torch.ones(rows, 1, dtype=torch.bool)
+    return Credit(
+        rewards=torch.tensor(returns)[:, None], values=None, advantage_mask=everywhere, loss_mask=everywhere,
+        turn=torch.zeros(rows, 1, dtype=torch.int64), group=torch.zeros(rows, dtype=torch.int64),
+        bootstrap=torch.zeros(rows), returns=torch.tensor(returns), **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 5])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_maxrl_has_the_gradient_of_the_log_likelihood_up_to_its_order(members, rate) -> None:
+    """All groups of a policy that solves the task at a rate; log p = -sum_k (1 - p)^k / k."""
+    gradient = 0.0
+    for solved in itertools.product([False, True], repeat=members):
+        advantages = maxrl(torch.tensor(solved), torch.zeros(members, dtype=torch.int64))
+        chance = torch.tensor([rate if one else 1 - rate for one in solved]).prod()
+        scores = torch.tensor([1 / rate if one else -1 / (1 - rate) for one in solved])
+        gradient += float(chance * (advantages * scores).mean())
+    expected = sum((1 - rate) ** (k - 1) for k in range(1, members))
+    assert gradient == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_maxrl_reads_success_and_needs_one_that_is_said() -> None:
+    solved = torch.tensor([1, 0, 0, -1], dtype=torch.int8)
+    given = of_one_token([0.1, 5.0, -1.0, 0.0], success=solved)
+    assert SuccessRelative()(given).advantages[:, 0].tolist() == [3.0, -1.0, -1.0, -1.0]
+    given.success = torch.full((4,), -1, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r'no episode that says .* info\["success"\]'):
+        SuccessRelative()(given)
+    given.success = None
+    with pytest.raises(ValueError, match="no episode that says"):
+        SuccessRelative()(given)
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN if case["kind"] == "gdpo"])
+def test_gdpo_of_the_reference(case: dict) -> None:
+    """`terms` [term][episode], `tokens` of an episode, `sum` before the last step."""
+    given = case["inputs"]
+    columns = torch.tensor(given["terms"]), given["weights"], torch.tensor(given["group"])
+    for final, expected in ((Final.NONE, "sum"), (Final(given["final"]), "advantages")):
+        found = gdpo(*columns, final=final, tokens=torch.tensor(given["tokens"]), eps=given["eps"])
+        wanted = torch.tensor(case["outputs"][expected])
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@maths
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=8),
+    st.sampled_from([0.01, 1.0, 1000.0]),
+    st.sampled_from(list(Final)),
+)
+def test_gdpo_does_not_depend_on_the_scale_of_a_term(pairs, scale, final) -> None:
+    """And terms that cancel are 0, not the noise of their rounding divided by its deviation."""
+    first, second = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    group, tokens = torch.arange(len(pairs)) // 4, torch.arange(1, len(pairs) + 1)
+    settings = {"final": final, "tokens": tokens, "eps": 1e-15}
+    expected = gdpo(torch.stack([first, second]), [1.0, 0.5], group, **settings)
+    scaled = gdpo(torch.stack([first, scale * second + 7.0]), [1.0, 0.5], group, **settings)
+    torch.testing.assert_close(scaled, expected, rtol=1e-3, atol=1e-3)
+    cancelled = gdpo(torch.stack([first, 0.3 - scale * first]), [0.7, 0.7], group, **settings)
+    assert cancelled.tolist() == [0.0] * len(pairs)
+
+
+def test_gdpo_over_two_ranks_equals_the_whole() -> None:
+    terms, group = (
+        torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0], [0.1, 0.3, 0.0, 0.2, 0.2]]),
+        torch.tensor([0, 0, 1, 1, 1]),
+    )
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    for final in (Final.EPISODES, Final.TOKENS):
+        whole = gdpo(terms, [1.0, 2.0], group, final=final, tokens=tokens)
+        parts = on_ranks(*[
+            lambda reduce, rows=rows, final=final: gdpo(
+                terms[:, rows], [1.0, 2.0], group[rows], final=final, tokens=tokens[rows], all_reduce=reduce
+            )
+            for rows in (slice(0, 2), slice(2, 5))
+        ])  # fmt: skip
+        torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_gdpo_takes_its_terms_by_name_with_their_parts() -> None:
+    terms = {
+        "environment/goal": torch.tensor([1.0, 0.0, 1.0]), "environment/cost": torch.tensor([-0.5, 0.0, 0.0]),
+        "format": torch.tensor([0.0, -1.0, 0.0]), "judge": torch.tensor([9.0, 0.0, 0.0]),
+    }  # fmt: skip
+    given = of_one_token([0.5, -1.0, 1.0], terms=terms)
+    found = Decoupled(final="none")(given).advantages[:, 0]
+    columns = torch.tensor([[0.5, 0.0, 1.0], [0.0, -1.0, 0.0]])
+    torch.testing.assert_close(found, gdpo(columns, [1.0, 1.0], given.group, final=Final.NONE))
+    # a penalty that no episode got adds 0, and a name that no reward function sets is refused
+    found = Decoupled(weights={"format": 1.0, "overlong": 1.0}, final="none")(given).advantages[
+        :, 0
+    ]
+    torch.testing.assert_close(found, gdpo(columns[1:], [1.0], given.group, final=Final.NONE))
+    for weights, names in (
+        ({"format": 1.0, "goals": 1.0}, "goals"),
+        ({"overlong": 1.0}, "overlong"),
+    ):
+        with pytest.raises(ValueError, match=f"no episode has a reward term {names};"):
+            Decoupled(weights=weights)(given)
+    # another rank has it
+    others = of_one_token([1.0], terms={"goals": torch.tensor([1.0])})
+    both = Decoupled(weights={"format": 1.0, "goals": 1.0}, final="none")
+    on_ranks(*[lambda reduce, own=own: both(own, all_reduce=reduce) for own in (given, others)])
+    with pytest.raises(ValueError, match="environment/goal is a part of environment"):
+        Decoupled(weights={"environment": 1.0, "environment/goal": 1.0})
+    with pytest.raises(ValueError, match="at least one reward term"):
+        Decoupled(weights={})
 
 
 def test_raw_and_batch_ignore_groups() -> None:

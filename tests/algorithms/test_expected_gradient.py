@@ -220,7 +220,7 @@ def gamma_of(estimator: Estimator) -> float:
 
 TASKS = [Task(0, prefix=True), Task(1, truncates=True), Task(2, truncates=True, prefix=True)]
 SMALL = Task(3, turns=3, tokens=2, vocabulary=(0, END))
-WITH_CRITIC = ["starpo", "turn_ppo", "trico", "rico"]
+WITH_CRITIC = ["starpo", "turn_ppo", "trico", "rico", "evpo"]
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threaded_ranks import on_ranks
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.bilevel import bilevel_gae
-from ragen_pl.algorithms.advantages.gae import masked_gae
+from ragen_pl.algorithms.advantages.gae import MaskedGAE, masked_gae
+from ragen_pl.algorithms.advantages.gated import GatedGAE, explained_variance
 from ragen_pl.algorithms.advantages.turn import turn_gae
+from ragen_pl.algorithms.credit import Credit
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
 
@@ -229,3 +232,69 @@ def test_turn_gae_reads_the_value_before_the_turn() -> None:
 def test_turn_ends_follow_turn_indices() -> None:
     turn = torch.tensor([[-1, 0, -1, 0, 1, 2, 2, -1], [0, 0, 0, 0, 0, 0, 0, 0]])
     assert turn_ends(turn).nonzero().tolist() == [[0, 3], [0, 4], [0, 6], [1, 7]]
+
+
+def gated(values: Tensor, rewards: Tensor, rows: slice = slice(None)) -> Credit:
+    """Episodes of three tokens, the second of which is outside of M_adv; the last episode is cut."""
+    mask = torch.tensor([True, False, True]).expand(len(values), 3)
+    rewards = torch.where(mask, rewards, 0.0)
+    parts = {
+        "rewards": rewards, "values": values, "advantage_mask": mask, "loss_mask": torch.ones_like(mask),
+        "turn": torch.zeros(mask.shape, dtype=torch.int64), "group": torch.arange(len(values)),
+        "bootstrap": torch.tensor([0.0] * (len(values) - 1) + [2.0]), "returns": rewards.sum(1),
+    }  # fmt: skip
+    return Credit(**{name: part[rows] for name, part in parts.items()})
+
+
+def test_gate_uses_the_critic_where_it_explains_returns() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, noise = torch.randn(2, 6, 3, generator=generator)
+    settings = {"gamma": 0.9, "lam": 0.5}
+    returns = torch.stack([rewards[:, 0] + 0.9 * rewards[:, 2], rewards[:, 2]], dim=1)
+    returns[-1] += 2.0 * torch.tensor([0.81, 0.9])
+    good, bad = (torch.zeros(6, 3) for _ in range(2))
+    good[:, ::2], bad[:, ::2] = returns + 0.5 * noise[:, ::2], -returns
+    used = GatedGAE(**settings)(gated(good, rewards))
+    expected = MaskedGAE(**settings)(gated(good, rewards))
+    torch.testing.assert_close(used.advantages, expected.advantages, rtol=0, atol=0)
+    left = GatedGAE(**settings)(gated(bad, rewards))
+    centered = returns - returns.mean()
+    torch.testing.assert_close(left.advantages, centered[:, [0, 1, 1]])
+    # the critic goes on to learn from its own targets
+    torch.testing.assert_close(left.returns, MaskedGAE(**settings)(gated(bad, rewards)).returns)
+    mask = torch.ones_like(returns, dtype=torch.bool)
+    assert float(explained_variance(returns, -returns, mask)) == pytest.approx(-3.0)
+    assert float(explained_variance(returns, returns, mask)) == 1.0
+    # a constant critic explains nothing
+    assert float(explained_variance(returns, torch.ones_like(returns), mask)) == pytest.approx(
+        0, abs=1e-5
+    )
+    explained = float(explained_variance(returns, good[:, ::2], mask))
+    assert 0.2 < explained < 1
+    below = GatedGAE(threshold=explained + 0.01, **settings)(gated(good, rewards))
+    torch.testing.assert_close(below.advantages, left.advantages)
+
+
+def test_gate_is_the_same_on_all_ranks() -> None:
+    """Each rank's own part would say otherwise."""
+    generator = torch.Generator().manual_seed(1)
+    rewards = torch.randn(6, 3, generator=generator)
+    values = torch.zeros(6, 3)
+    values[:, 2] = rewards[:, 2] * torch.tensor([1.0, 1.0, 1.0, -1.0, -0.1, -0.1])
+    values[:, 0] = values[:, 2]
+    whole = GatedGAE()(gated(values, rewards)).advantages
+    parts = on_ranks(*[
+        lambda reduce, rows=rows: GatedGAE()(gated(values, rewards, rows), all_reduce=reduce).advantages
+        for rows in (slice(0, 3), slice(3, 6))
+    ])  # fmt: skip
+    torch.testing.assert_close(torch.cat(parts), whole)
+    alone = [
+        GatedGAE()(gated(values, rewards, rows)).advantages for rows in (slice(0, 3), slice(3, 6))
+    ]
+    assert not torch.allclose(torch.cat(alone), whole)
+
+
+def test_gate_of_equal_returns_gives_no_advantage() -> None:
+    given = gated(torch.randn(3, 3, generator=torch.Generator().manual_seed(2)), torch.zeros(3, 3))
+    given.bootstrap = torch.zeros(3)
+    assert not GatedGAE()(given).advantages.any()

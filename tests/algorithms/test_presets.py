@@ -87,10 +87,17 @@ SWITCHES = [
     ("gagpo", "algorithm.estimator.gamma=0.5", "advantage"),
     ("gagpo", "algorithm.estimator.lam=0.1", "advantage"),
     ("reinforce_pp", "algorithm.estimator.gamma=0.9", "target"),
+    ("evpo algorithm.estimator.threshold=10.0", "algorithm.estimator.threshold=-1e6", "advantage"),
+    ("gdpo", "algorithm.estimator.final=none", "advantage"),
     ("starpo", "algorithm.critic=own", "value_loss"),
     # losses
     ("starpo", f"{LOSS}.SequencePolicyLoss", "clipped"),
     ("starpo", f"{LOSS}.ClippedWeightLoss", "policy_loss"),
+    ("dppo", "algorithm.loss.policy.clip_low=1e-4", "clipped"),
+    ("dppo", "algorithm.loss.policy.clip_high=1e-4", "clipped"),
+    ("dppo algorithm.loss.policy.clip_high=1e-4", "algorithm.loss.policy.divergence=kl", "clipped"),
+    ("dppo", "algorithm.loss.policy.level=turn", "policy_loss"),
+    ("dppo context.window=all", "algorithm.loss.policy.level=sequence", "policy_loss"),
     ("starpo", "algorithm.loss.policy.clip_low=0.01", "clipped"),
     ("starpo", "algorithm.loss.policy.clip_high=0.01", "clipped"),
     ("starpo", "algorithm.loss.policy.dual_clip=1.01", "clipped"),
@@ -178,6 +185,19 @@ def test_trico_without_discounts_and_with_the_same_masks_equals_starpo(run) -> N
 REFUSED = [
     ("grpo rollout.group_size=1", "GroupRelative compares"),
     ("gigpo rollout.group_size=1", "GroupInGroup compares"),
+    ("maxrl rollout.group_size=1", "SuccessRelative compares"),
+    ("gdpo rollout.group_size=1", "Decoupled compares"),
+    *(
+        (f"{name} {change}", f"{refused}.* does not read the returns")
+        for name in ("maxrl", "gdpo")
+        for change, refused in (
+            ("algorithm.loss.kl.place=reward algorithm.loss.kl.estimator=k1", "kl.place=reward"),
+            ("algorithm.normalize.clip_high=1.0", "algorithm.normalize:"),
+        )
+    ),
+    ("gdpo +algorithm.estimator.weights={environment/goal:1.0}", "is a part of environment"),
+    ("evpo algorithm.critic=none", "GatedGAE needs values"),
+    ("dppo algorithm.loss.policy.dual_clip=3.0", "has no dual clip"),
     ("starpo_s rollout.group_size=1", "GroupFilter compares"),
     (f"starpo rollout.group_size=1 {BY}.ByGroup", "RewardNormalizer compares"),
     ("starpo algorithm.filter.resample=1", "does not judge each group by itself"),

@@ -225,7 +225,13 @@ def test_every_turn_of_a_batch_of_an_earlier_version_advances(lm) -> None:
     state = collate([compacted(advances=False)], lm).state_dict()
     assert not TrajectoryBatch.from_state_dict(state).episodes.advances.all()
     del state["episodes"]["advances"]
-    assert TrajectoryBatch.from_state_dict(state).episodes.advances.tolist() == [[True] * 4]
+    for name in ("success", "terms"):
+        del state["episodes"][name]
+    del state["terms"]
+    earlier = TrajectoryBatch.from_state_dict(state)
+    assert earlier.episodes.advances.tolist() == [[True] * 4]
+    assert earlier.episodes.success.tolist() == [-1] and earlier.episodes.terms.shape == (1, 0)
+    assert earlier.terms == ()
 
 
 # ---- random episodes

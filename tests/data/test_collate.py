@@ -69,6 +69,27 @@ def test_changed_early_token_starts_a_new_sample(lm, make_trajectory):
     assert len(collate([trajectory], lm).samples) == 2
 
 
+def test_episodes_have_their_success_and_the_sums_of_their_reward_terms(lm, make_trajectory):
+    played = [
+        make_trajectory(lm, lengths, seed=seed) for seed, lengths in enumerate([[2, 2], [3], [1]])
+    ]
+    for trajectory in played:
+        for turn in trajectory.turns:
+            turn.actions = ["Left"]
+    played[0].turns[0].reward_terms = {"environment": 0.25, "judge": 0.1}
+    played[0].turns[1].reward_terms = {"environment": 0.5, "format": -0.05}
+    played[0].turns[1].trained = False
+    played[0].turns[1].info = {"success": True}
+    played[0].success = True
+    played[1].turns[0].reward_terms = {}
+    played[2].turns[0].reward_terms = {"format": -1.0}
+    played[2].turns[0].info = {"success": False}
+    batch = collate(played, lm)
+    assert batch.episodes.success.tolist() == [1, -1, 0]
+    assert batch.terms == ("environment", "format", "judge")
+    assert batch.episodes.terms.tolist() == [[0.75, -0.05, 0.1], [0, 0, 0], [0, -1, 0]]
+
+
 def test_failed_and_empty_trajectories_are_left_out(lm, make_trajectory):
     sound = make_trajectory(lm, [2, 2], group=7, rewards=[0.5, 1.0])
     failed = make_trajectory(lm, [2], status=EpisodeStatus.FAILED)

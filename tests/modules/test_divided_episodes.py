@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,12 @@ from call_trees import after, call, episode
 from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.algorithms.aggregation import Aggregation
 from ragen_pl.algorithms.policy_loss import PolicyLoss
-from ragen_pl.algorithms.ratio_losses import ClippedWeightLoss, SequencePolicyLoss
+from ragen_pl.algorithms.ratio_losses import (
+    ClippedWeightLoss,
+    DivergencePolicyLoss,
+    SequencePolicyLoss,
+    Unit,
+)
 from ragen_pl.data.batch import Samples, TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
@@ -68,7 +74,17 @@ def gradient(make, agent, batch: TrajectoryBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("aggregation", FREE)
-@pytest.mark.parametrize("policy", [PolicyLoss, SequencePolicyLoss, ClippedWeightLoss])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PolicyLoss,
+        SequencePolicyLoss,
+        ClippedWeightLoss,
+        DivergencePolicyLoss,
+        partial(DivergencePolicyLoss, level=Unit.TURN),
+    ],
+    ids=["ppo", "gspo", "cispo", "dppo", "dppo_turn"],
+)
 @pytest.mark.parametrize("estimator", ["k3", "full"])
 def test_gradient_does_not_depend_on_the_division(make, policy, aggregation, estimator) -> None:
     kl = ReferenceKL(coefficient=0.1, aggregation=Aggregation.TOKEN_MEAN, estimator=estimator)
@@ -110,15 +126,16 @@ def settings_over_rows() -> list[UpdateLoss]:
         PolicyLoss(aggregation=how, constant=9.0 if how is Aggregation.CONSTANT else None)
         for how in OVER_ROWS
     ]
-    losses = [UpdateLoss(policy=policy) for policy in (*policies, SequencePolicyLoss())]
+    policies += [SequencePolicyLoss(), DivergencePolicyLoss(level=Unit.SEQUENCE)]
+    losses = [UpdateLoss(policy=policy) for policy in policies]
     return [*losses, UpdateLoss(kl=ReferenceKL(coefficient=0.1))]
 
 
-@pytest.mark.parametrize("loss", settings_over_rows(), ids=range(5))
+@pytest.mark.parametrize("loss", settings_over_rows(), ids=range(6))
 def test_averages_over_rows_are_refused_where_the_history_divides_episodes(make, loss) -> None:
     agent = make.agent(loss=loss, estimator=GroupRelative())
     bundle = agent.policy.bundle
-    setting = r"algorithm\.loss\.(policy|kl)\.aggregation=(seq-mean|constant)"
+    setting = r"algorithm\.loss\.(policy|kl)\.(aggregation=(seq-mean|constant)|level=sequence)"
     for played in (fork(), compaction()):
         batch = collate([played], bundle)
         assert len(batch.samples) == 2

@@ -1,8 +1,8 @@
-"""Baselines from the other trajectories of a group: GRPO, Dr. GRPO, RLOO.
+"""Baselines from the other trajectories of a group: GRPO, Dr. GRPO, RLOO, MaxRL.
 
 A group is the trajectories that started from the same environment seed. Its members are counted as
 trajectories, never as turns or rows. A group must be complete. Where its returns are equal but for rounding
-(`algorithms.equality`), all advantages and the deviation are 0.
+(`algorithms.equality`), all advantages and the deviation are 0. Returns in float64 give results in float64.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def _same_group(group: Tensor) -> Tensor:
 
 
 def _centered(returns: Tensor, group: Tensor, same: Tensor) -> Tensor:
+    if returns.dtype != torch.float64:
+        returns = returns.float()
     # the mean of the pairwise differences is the distance to the mean
     differences = returns[:, None] - returns[None, :]
     distances = (same * differences).sum(1) / same.sum(1)
@@ -49,7 +51,7 @@ def group_std(returns: Tensor, group: Tensor) -> Tensor:
     tensor([1.4142, 1.4142, 0.0000])
     """
     same = _same_group(group)
-    squares = _centered(returns.float(), group, same).square()
+    squares = _centered(returns, group, same).square()
     return ((same * squares[None, :]).sum(1) / (same.sum(1) - 1).clamp(min=1)).sqrt()
 
 
@@ -85,7 +87,7 @@ def dr_grpo(returns: Tensor, group: Tensor) -> Tensor:
     >>> dr_grpo(torch.tensor([0.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([-1.,  1.,  0.])
     """
-    return _centered(returns.float(), group, _same_group(group))
+    return _centered(returns, group, _same_group(group))
 
 
 def rloo(returns: Tensor, group: Tensor) -> Tensor:
@@ -103,7 +105,32 @@ def rloo(returns: Tensor, group: Tensor) -> Tensor:
     """
     same = _same_group(group)
     count = same.sum(1)
-    return _centered(returns.float(), group, same) * count / (count - 1).clamp(min=1)
+    return _centered(returns, group, same) * count / (count - 1).clamp(min=1)
+
+
+def maxrl(solved: Tensor, group: Tensor) -> Tensor:
+    """Divide success less the group's mean by that mean (MaxRL; Tajwar, Zeng et al., 2026, arXiv 2602.02710, alg. 1).
+
+    `(s - m) / m` with m the fraction of the group that solved the task, 0 where none did. For N members and a success
+    rate p the expected gradient is `(1 - (1 - p)^(N - 1)) / p` times that of p: the gradient of log p, which a task
+    that is rarely solved has a larger part in, up to the order N - 1 of its series in 1 - p. The paper has the order N
+    for successes that are not centered; the group's mean takes one. Success is 0 or 1: for other rewards the mean is no
+    probability, and below 0 it turns the sign.
+
+    Args:
+        solved: bool `[trajectories]`.
+        group: int `[trajectories]`.
+
+    Returns:
+        float32 `[trajectories]`; 0 in a group of one.
+
+    >>> maxrl(torch.tensor([True, False, False, False, False]), torch.tensor([0, 0, 0, 0, 1]))
+    tensor([ 3., -1., -1., -1.,  0.])
+    """
+    same = _same_group(group)
+    successes = (same * solved.float()[None, :]).sum(1)
+    relative = same.sum(1) * solved.float() / successes.clamp(min=1) - 1
+    return torch.where(successes > 0, relative, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +164,27 @@ class LeaveOneOut(Estimator):
     def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
         """Apply `rloo` to the returns."""
         return broadcast(rloo(credit.returns, credit.group), credit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuccessRelative(Estimator):
+    """Success relative to that of the group, divided by the group's mean (MaxRL). Rewards are not read."""
+
+    needs_trust = ()
+
+    needs_groups: ClassVar[bool] = True
+    reads_returns: ClassVar[bool] = False
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `maxrl` to the successes.
+
+        Raises:
+            ValueError: the environment says of no episode whether the task was solved.
+        """
+        success = credit.success
+        if success is None or (len(success) and bool((success < 0).all())):
+            raise ValueError(
+                "algorithm.estimator=SuccessRelative: found no episode that says whether the task is solved; let the "
+                'environment set info["success"] in its steps, or set algorithm=rloo'
+            )
+        return broadcast(maxrl(success > 0, credit.group), credit)
