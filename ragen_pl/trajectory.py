@@ -31,6 +31,23 @@ class Span(IntEnum):
     SHOWN = 7
 
 
+class Role(IntEnum):
+    """Origin of a token in a prompt or a sample.
+
+    `EARLIER` is a response that the prompt shows and that was sampled in another sample. Images and what the chat
+    template writes around texts are no text.
+    """
+
+    PADDING = -1
+    SAMPLED = 0
+    OBSERVATION = 1
+    RESULT = 2
+    SYSTEM = 3
+    TEMPLATE = 4
+    IMAGE = 5
+    EARLIER = 6
+
+
 SAMPLED_SPANS = tuple(span for span in Span if span is not Span.SHOWN)
 """Blocks whose tokens the policy sampled."""
 REASONING_SPANS = (Span.THINK, Span.OBSERVATION, Span.PREDICTION)
@@ -186,6 +203,8 @@ class Turn:
     Attributes:
         observation: what the environment showed.
         prompt_ids: int64 `[prompt]`, the ids given to the engine, image slots expanded.
+        prompt_roles: int8, a `Role` of the last ids of the prompt, those of the latest observation with one before them
+            that is `EARLIER` where it follows a response; None where they are not recorded.
         prompt_images: images of the prompt's image slots, in order.
         response_ids: int64 `[response]`, the sampled end-of-turn token included.
         response_logprobs: float32 `[response]`, under the distribution sampled from.
@@ -247,11 +266,12 @@ class Turn:
     kept_ids: np.ndarray | None = None
     kept_counts: np.ndarray | None = None
     response_values: np.ndarray | None = None
+    prompt_roles: np.ndarray | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
         added = {"advances": True, "trained": True, "call_id": None, "history": None}
-        read = {"kept_ids": None, "kept_counts": None, "response_values": None}
+        read = dict.fromkeys(("kept_ids", "kept_counts", "response_values", "prompt_roles"))
         for name, value in (added | read | state[1]).items():
             setattr(self, name, value)
 
@@ -279,6 +299,7 @@ class Trajectory:
         replayed_turns: number of turns that repeat those of an earlier attempt.
         system_prompt_length: number of tokens of the system prompt, with which each prompt begins.
         final_prompt_ids: prompt of the state after the last turn, to bootstrap from.
+        final_roles: roles of its last ids, as `Turn.prompt_roles`.
         final_images: images of that prompt.
         final_patches: patches shown of each of those images; None for all.
     """
@@ -298,10 +319,12 @@ class Trajectory:
     final_prompt_ids: np.ndarray | None = None
     final_images: list[np.ndarray] = field(default_factory=list)
     final_patches: list[np.ndarray] | None = None
+    final_roles: np.ndarray | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # as in `Turn`
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
+        added |= {"final_roles": None}
         for name, value in (added | state[1]).items():
             setattr(self, name, value)
 

@@ -87,9 +87,12 @@ def play(
     """Let the agent play, then give its turns rewards and spans of their own."""
     seen = "Visual" if agent.policy.bundle.image_token_id is not None else ""
     target = f"ragen/FrozenLake{seen}-v0"
+    context = ContextManager(agent.policy.bundle, window=window, system_prompt=None)
+    if agent.loss.echo is not None:
+        context.record_roles()
     proxy = AgentProxy(
         environments=EnvironmentManager(target=target, invalid_ends=False, max_turns=3),
-        context=ContextManager(agent.policy.bundle, window=window, system_prompt=None),
+        context=context,
         max_response_tokens=9,
         temperature=temperature,
         num_envs=num_envs,
@@ -108,7 +111,8 @@ def play(
 
 def build_batch(agent: AgentModule, **changes) -> TrajectoryBatch:
     """Batch of the agent's update."""
-    return agent.prepare(collate(play(agent, **changes), agent.policy.bundle))
+    played, text = play(agent, **changes), agent.loss.echo is not None
+    return agent.prepare(collate(played, agent.policy.bundle, text=text))
 
 
 def build_minibatch(batch: TrajectoryBatch) -> Minibatch:

@@ -29,7 +29,7 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.modules import sharding
 from ragen_pl.modules.agent import AgentModule
-from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
+from ragen_pl.modules.losses import ReferenceKL, TextPrediction, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import FrozenCopy, MovingAverage
@@ -43,6 +43,8 @@ class Case:
 
     agent: dict[str, Any] = field(default_factory=dict)
     kl: dict[str, Any] = field(default_factory=dict)
+    # only the second rank has text that follows a response
+    echo: TextPrediction | None = None
     dtype: torch.dtype = torch.float32
     lora: dict[str, Any] | None = None
     gradient_checkpointing: bool = False
@@ -65,6 +67,7 @@ CASES = {
         dtype=torch.bfloat16, kl={"reference": MovingAverage(decay=0.5)}
     ),
     "adapters, adapters off as reference": Case(lora={"r": 2}, dtype=torch.bfloat16),
+    "prediction of text": Case(echo=TextPrediction(observation=1.0), tokens=150),
     "importance masks": Case(agent={"masks": Masks(importance=Importance(loss=0.5))}),
     "adapters, frozen copy": Case(
         lora={"r": 2}, kl={"reference": FrozenCopy()}, copies=True, iterations=2
@@ -142,7 +145,7 @@ def build(case: Case, models: list[Any] | None = None) -> AgentModule:
 
     agent = played_agents.build_agent(
         change=change,
-        loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1, **case.kl)),
+        loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1, **case.kl), echo=case.echo),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
         # weights that are sharded have their values by a pass
         update=UpdateSettings(tokens_per_forward=120, scoring="always"),
@@ -172,8 +175,9 @@ def iterate(case: Case, agent: AgentModule, *, rank: int) -> dict[str, Any]:
                 turn.prompt_ids, turn.prompt_images = turn.prompt_ids[text], []
         if rank:  # the other rank has no episode that bootstraps
             played = [played_agents.cut(trajectory) for trajectory in played]
-        batch = agent.prepare(collate(played, agent.policy.bundle))
+        batch = agent.prepare(collate(played, agent.policy.bundle, text=case.echo is not None))
         samples = batch.samples
+        assert bool((samples.text > 0).any()) == (case.echo is not None and rank == 1)
         results["prepared"] |= {
             f"{name} {iteration}": getattr(samples, name).clone()
             for name in ("values", "advantages", "returns", "loss_weight")

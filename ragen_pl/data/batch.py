@@ -47,6 +47,8 @@ class Samples:
     """int64 `[rows, time]`, number of the sampled token in the batch, turn after turn of an episode, -1 elsewhere."""
     spans: Tensor
     """int8 `[rows, time]`, a `Span` on sampled tokens, 0 elsewhere."""
+    text: Tensor
+    """int8 `[rows, time]`, a `Role` on the environment's text that follows a response and is predicted, 0 elsewhere."""
     behavior_logprobs: Tensor
     """float32 `[rows, time]`."""
     temperature: Tensor
@@ -97,6 +99,7 @@ class Samples:
             turn=torch.where(sampled, 0, -1),
             token=torch.where(sampled, number, -1),
             spans=sampled.to(torch.int8),
+            text=torch.zeros(input_ids.shape, dtype=torch.int8),
             behavior_logprobs=zeros,
             temperature=torch.ones(input_ids.shape),
             image_index=image_index,
@@ -197,12 +200,17 @@ class TrajectoryBatch:
         """Return the batch of a `state_dict`."""
         final, kept = state["final"], state.get("kept")
         parts = {
-            "samples": Samples(**state["samples"]),
+            "samples": Samples(**_with_text(state["samples"])),
             "episodes": Episodes(**_with_later_columns(state["episodes"])),
-            "final": None if final is None else Samples(**final),
+            "final": None if final is None else Samples(**_with_text(final)),
             "kept": None if kept is None else KeptIds(**kept),
         }
         return cls(**{**state, **parts})
+
+
+def _with_text(samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns of samples; in a checkpoint of an earlier version no text is predicted."""
+    return {"text": torch.zeros_like(samples["spans"]), **samples}
 
 
 def _with_later_columns(episodes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -253,8 +261,10 @@ class Minibatch:
     """Factor of the local sum; with it, what DDP averages is the global mean."""
     kept: KeptIds | None = None
     """Ids that sampling kept at the sampled tokens, row after row; None for all."""
-    counted: Tensor = field(default_factory=lambda: torch.ones(3, dtype=torch.bool))
-    """bool `[3]`, whether the step's `loss_tokens`, `value_tokens` and `kl_tokens`, which are at least 1, count any."""
+    text_tokens: Tensor = field(default_factory=lambda: torch.ones(()))
+    """float32 `[]`, tokens of the environment's text that are predicted."""
+    counted: Tensor = field(default_factory=lambda: torch.ones(4, dtype=torch.bool))
+    """bool `[4]`, whether the step's loss, value, KL and text tokens, whose counts are at least 1, are any."""
 
     @property
     def non_padding(self) -> Tensor:
@@ -272,7 +282,7 @@ class Minibatch:
         """Return the minibatch of a `state_dict`."""
         kept = state.get("kept")
         parts = {
-            "samples": Samples(**state["samples"]),
+            "samples": Samples(**_with_text(state["samples"])),
             "kept": None if kept is None else KeptIds(**kept),
         }
         return cls(**{**state, **parts})

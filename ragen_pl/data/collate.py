@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_pl.algorithms.echo import following_text
 from ragen_pl.data.batch import Episodes, Samples, TrajectoryBatch
 from ragen_pl.models.images import content_key
 from ragen_pl.models.truncation import KeptIds
-from ragen_pl.trajectory import EpisodeStatus, Span, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Role, Span, Trajectory, Turn
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -28,6 +29,7 @@ class _Draft:
     images: list[np.ndarray]
     patches: list[np.ndarray] | None = None
     responses: list[_Response] = field(default_factory=list)
+    final_roles: np.ndarray | None = None
 
 
 class _Response(NamedTuple):
@@ -46,7 +48,8 @@ def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Draft]:
     """
     drafts: list[_Draft] = []
     for number, turn in enumerate(trained_turns(trajectory)):
-        continued = [draft for draft in reversed(drafts) if _continues(turn, draft)]
+        shown = turn.prompt_ids, turn.prompt_images, turn.prompt_patches
+        continued = [draft for draft in reversed(drafts) if _continues(*shown, draft)]
         draft = max(continued, key=lambda draft: len(draft.ids), default=None)
         if draft is None:
             draft = _Draft(episode, turn.prompt_ids, [])
@@ -57,16 +60,18 @@ def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Draft]:
     return drafts
 
 
-def _continues(turn: Turn, draft: _Draft) -> bool:
-    """Return whether the ids, images and patches of a turn's prompt begin with those of the draft."""
-    length, images = len(draft.ids), len(draft.images)
-    if len(turn.prompt_ids) < length or not np.array_equal(turn.prompt_ids[:length], draft.ids):
+def _continues(
+    ids: np.ndarray, images: list[np.ndarray], patches: list[np.ndarray] | None, draft: _Draft
+) -> bool:
+    """Return whether the ids, images and patches of a prompt begin with those of the draft."""
+    length, count = len(draft.ids), len(draft.images)
+    if len(ids) < length or not np.array_equal(ids[:length], draft.ids):
         return False
-    if images and (draft.patches is None) != (turn.prompt_patches is None):
+    if count and (draft.patches is None) != (patches is None):
         return False
-    pairs = [*zip(draft.images, turn.prompt_images[:images], strict=False)]
-    pairs += zip(draft.patches or [], (turn.prompt_patches or [])[:images], strict=False)
-    return len(turn.prompt_images) >= images and all(
+    pairs = [*zip(draft.images, images[:count], strict=False)]
+    pairs += zip(draft.patches or [], (patches or [])[:count], strict=False)
+    return len(images) >= count and all(
         first is second or np.array_equal(first, second) for first, second in pairs
     )
 
@@ -87,6 +92,7 @@ def collate(
     *,
     weights: Sequence[float] | None = None,
     observations: bool = False,
+    text: bool = False,
 ) -> TrajectoryBatch:
     """Build the batch of the `usable` trajectories.
 
@@ -95,9 +101,11 @@ def collate(
         bundle: model with tokenizer and processor.
         weights: factors of the trajectories in the policy's loss; None for 1 each.
         observations: label the text between system prompt and responses too, as `Span.SHOWN` (RICO).
+        text: label the environment's text that follows a response, in `Samples.text` (ECHO).
 
     Raises:
-        ValueError: with `observations`, an episode has several samples or an untrained turn.
+        ValueError: with `observations`, an episode has several samples or an untrained turn; with `text`, the roles of
+            a prompt are not recorded.
     """
     all_weights = weights if weights is not None else [1.0] * len(trajectories)
     pairs = [pair for pair in zip(trajectories, all_weights, strict=True) if usable(pair[0])]
@@ -107,10 +115,14 @@ def collate(
         for number, trajectory in enumerate(kept)
         for draft in split_into_samples(trajectory, number)
     ]
+    if text:
+        _show_final_text(drafts, kept)
     # members of a group share their first image, and more while they do the same
     groups = {trajectory.group for trajectory in kept}
     images = _ImageStore(by_content=len(groups) < len(kept))
     samples, sampled_from = _samples(drafts, images, bundle), _kept_ids(drafts)
+    if text:
+        label_text(samples, drafts, banned=bundle.banned_token_ids)
     if observations:
         _require_all_trained(kept)
         heads, numbers = [trajectory.system_prompt_length for trajectory in kept], samples.token
@@ -244,6 +256,7 @@ def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle)
         turn=torch.from_numpy(turn),
         token=torch.from_numpy(token),
         spans=torch.from_numpy(spans),
+        text=torch.zeros(shape, dtype=torch.int8),
         behavior_logprobs=torch.from_numpy(logprobs),
         temperature=torch.from_numpy(temperature),
         image_index=torch.from_numpy(image_index),
@@ -308,6 +321,54 @@ def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence
     labelled = turn >= 0
     numbers = labelled.flatten().cumsum(0).view_as(labelled) - 1
     samples.token = torch.where(labelled, numbers, -1)
+
+
+def _show_final_text(drafts: Sequence[_Draft], kept: Sequence[Trajectory]) -> None:
+    """Append what a truncated episode has shown at last to its longest sample that this continues."""
+    for number, trajectory in enumerate(kept):
+        ids, roles = trajectory.final_prompt_ids, trajectory.final_roles
+        if trajectory.status is not EpisodeStatus.TRUNCATED or ids is None or roles is None:
+            continue
+        shown = ids, trajectory.final_images, trajectory.final_patches
+        own = [draft for draft in drafts if draft.episode == number and _continues(*shown, draft)]
+        draft = max(own, key=lambda draft: len(draft.ids), default=None)
+        if draft is not None:
+            draft.ids, draft.images, draft.patches = shown
+            draft.final_roles = roles
+
+
+def label_text(samples: Samples, drafts: Sequence[_Draft], *, banned: Sequence[int]) -> None:
+    """Label the environment's text that follows a response, each token once an episode.
+
+    Args:
+        samples: samples of the drafts; changed in place.
+        drafts: samples under construction.
+        banned: tokens of probability 0, such as those of images.
+
+    Raises:
+        ValueError: the roles of a prompt are not recorded.
+    """
+    place = torch.arange(samples.input_ids.shape[1])
+    role = torch.where(place < samples.length[:, None], Role.TEMPLATE, Role.PADDING).to(torch.int8)
+    number = torch.full(role.shape, -1, dtype=torch.int64)
+    for row, draft in enumerate(drafts):
+        shown = [(start, turn.prompt_roles) for start, _, turn in draft.responses]
+        if draft.final_roles is not None:
+            shown.append((len(draft.ids), draft.final_roles))
+        for end, roles in shown:
+            if roles is None:
+                raise ValueError(
+                    "algorithm.loss.echo: a prompt does not say which of its tokens are the environment's, as those of "
+                    "agent programs; set algorithm.loss.echo=null"
+                )
+            role[row, end - len(roles) : end] = torch.from_numpy(roles)
+        # in an episode each block is shown last by one prompt only
+        own = role[row] > 0
+        number[row, own] = row * len(place) + place[own]
+    role[samples.turn >= 0] = int(Role.SAMPLED)
+    allowed = ~torch.isin(samples.input_ids, torch.tensor(list(banned), dtype=torch.int64))
+    follows = following_text(role, number, samples.episode) & allowed
+    samples.text = torch.where(follows, role, 0).to(torch.int8)
 
 
 def as_dummy_batch(batch: TrajectoryBatch) -> TrajectoryBatch:

@@ -61,6 +61,7 @@ class RolloutDataModule(MinibatchDataModule):
         rewards: reward functions, applied in order to each rollout.
         group_filter: chooses the groups that are trained on; None for all.
         observations: label the text between responses, which lets masks include it (RICO).
+        text: label the environment's text that follows responses, which the loss predicts (ECHO).
     """
 
     @checked
@@ -77,6 +78,7 @@ class RolloutDataModule(MinibatchDataModule):
         rewards: Sequence[RewardFunction] = (),
         group_filter: GroupFilter | None = None,
         observations: bool = False,
+        text: bool = False,
     ) -> None:
         super().__init__(update or UpdateSettings())
         self.settings = iteration or IterationSettings()
@@ -92,7 +94,7 @@ class RolloutDataModule(MinibatchDataModule):
         self.curriculum = curriculum
         self.rewards = list(rewards)
         self.group_filter = group_filter or GroupFilter()
-        self.observations = observations
+        self.observations, self.text = observations, text
         self.buffer: TrajectoryBatch | None = None
         self.metrics: dict[str, float] = {}
         self._iteration = -1
@@ -328,6 +330,7 @@ class RolloutDataModule(MinibatchDataModule):
             bundle,
             weights=selection.weights,
             observations=self.observations,
+            text=self.text,
         )
         return as_dummy_batch(batch) if selection.is_dummy else batch
 

@@ -110,7 +110,7 @@ class MinibatchLoader:
             self.accumulate = accumulate * len(self._plan) // max(1, len(plan))
         self._episode_tokens = _episode_tokens(batch.samples)
         sums = self._count(of_row, sum_over_ranks)
-        self._counted = sums[:, :3] > 0
+        self._counted = sums[:, :4] > 0
         # a fraction of an episode is a count
         self._counts = torch.cat([sums[:, :-1].clamp(min=1), sums[:, -1:]], dim=1)
 
@@ -160,7 +160,7 @@ class MinibatchLoader:
         self._position = self._start = state["position"]
 
     def _count(self, of_row: Tensor, sum_over_ranks: OverRanks) -> Tensor:
-        """Return the counts of every optimizer step over all ranks, float32 `[steps, 5]`.
+        """Return the counts of every optimizer step over all ranks, float32 `[steps, 6]`.
 
         The columns are those of `_counts_of_rows`, and the episodes by the fraction of their tokens.
         """
@@ -182,7 +182,7 @@ class MinibatchLoader:
         if kept is not None:
             kept = kept.select(tokens)
         counts = self._counts[number // self.accumulate]
-        loss_tokens, value_tokens, kl_tokens, sequences, episodes = counts
+        loss_tokens, value_tokens, kl_tokens, text_tokens, sequences, episodes = counts
         return Minibatch(
             samples=samples,
             images=_keep_own_images(samples, batch.images),
@@ -192,6 +192,7 @@ class MinibatchLoader:
             loss_tokens=loss_tokens,
             value_tokens=value_tokens,
             kl_tokens=kl_tokens,
+            text_tokens=text_tokens,
             counted=self._counted[number // self.accumulate],
             sequences=sequences,
             episodes=episodes,
@@ -285,19 +286,20 @@ class MinibatchDataModule(pl.LightningDataModule):
 
 
 def _counts_of_rows(samples: Samples) -> Tensor:
-    """Return counts of each row, float32 `[rows, 4]`, 0 for padding rows.
+    """Return counts of each row, float32 `[rows, 5]`, 0 for padding rows.
 
-    The columns are the tokens in M_loss by their weights, the critic's tokens, the KL tokens and the samples.
+    The columns are the tokens in M_loss by their weights, the critic's tokens, the KL tokens, the predicted tokens of
+    text and the samples.
     """
     counted = samples.weight > 0
-    masks = (samples.loss_weight, samples.value_mask, samples.kl_mask)
+    masks = (samples.loss_weight, samples.value_mask, samples.kl_mask, samples.text > 0)
     sums = [mask.sum(1) * counted for mask in masks]
     return torch.stack([*sums, counted.long()], dim=1).float()
 
 
 def _kinds(of_row: Tensor) -> Tensor:
-    """Return which rows have tokens in M_loss (0), tokens for the critic or the divergence alone (1), none (2)."""
-    has = of_row[:, :3] > 0
+    """Return which rows have tokens in M_loss (0), tokens for other terms of the loss alone (1), none (2)."""
+    has = of_row[:, :4] > 0
     return torch.where(has[:, 0], 0, torch.where(has.any(dim=1), 1, 2))
 
 
@@ -366,6 +368,7 @@ def _selected(samples: Samples, part: _Part) -> Samples:
     padding = torch.arange(len(rows)) >= len(part.rows)
     selected.weight[padding] = 0
     selected.loss_weight[padding] = 0
+    selected.text[padding] = 0
     selected.loss_mask[padding] = selected.kl_mask[padding] = False
     return selected
 

@@ -53,9 +53,9 @@ class UpdateSettings:
         tokens_per_forward: positions of a forward pass that scores an iteration before its update, padding included.
         scoring: when the policy scores an iteration before its update: `needed` if credit or loss read the scores, that
             is with a critic whose values the engine has not read, a KL penalty in the reward, truncated sampling, a
-            correction of the engine's distribution, `top_entropy`, `entropy_target` or masks over shown text. Otherwise
-            `rollout/policy_entropy` and `rollout/logprob_mismatch` are those of the first step; `always` for those of
-            all.
+            correction of the engine's distribution, `top_entropy`, `entropy_target`, `echo` or masks over shown text.
+            Otherwise `rollout/policy_entropy` and `rollout/logprob_mismatch` are those of the first step; `always` for
+            those of all.
         max_skipped_steps: steps in a row with a gradient or loss that is not finite, which end the run; 1% of the last
             1,000 do too.
         max_mismatch: mean difference of the log-probs of engine and trainer, in nats a token, above which the run ends

@@ -39,6 +39,8 @@ class Prompt:
     """int64, the indices of the patches that each image shows; None for all."""
     left_out: tuple[int, ...] = ()
     """Numbers of the turns in the window that are not shown."""
+    roles: np.ndarray | None = None
+    """int8, roles of the last ids, see `Turn.prompt_roles`."""
 
 
 @dataclass(kw_only=True, slots=True)

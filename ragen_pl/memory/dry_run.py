@@ -378,6 +378,7 @@ def minibatch_of(agent: AgentModule, workload: Workload) -> Minibatch:
         episode_tokens=samples.loss_weight.sum(1),
         microbatches=[torch.arange(workload.rows)],
         ends_step=True,
+        text_tokens=torch.tensor(1.0),
         scale=1.0,
     )
 

@@ -17,7 +17,8 @@ class UpdateStatistics(NamedSums):
     """
 
     def __init__(self) -> None:
-        super().__init__((*_PER_TOKEN, *_PER_STEP, "tokens", "kl", "kl_tokens"))
+        others = ("tokens", "kl", "kl_tokens", "echo_loss", "text_tokens")
+        super().__init__((*_PER_TOKEN, *_PER_STEP, *others))
 
     def metrics(self, *, steps: int) -> dict[str, float]:
         """Return the metrics of an update phase.
@@ -31,12 +32,15 @@ class UpdateStatistics(NamedSums):
         metrics |= {name: ratio(total[name], steps) for name in _PER_STEP}
         if total["kl_tokens"]:
             metrics["reference_kl"] = ratio(total["kl"], total["kl_tokens"])
+        if total["text_tokens"]:
+            metrics["echo_loss"] = ratio(total["echo_loss"], steps)
         return metrics
 
 
 TURNS = 8
 """First turns of an episode, whose mismatch is measured for each."""
 _BY_TURN = range(1, TURNS + 1)
+_TEXTS = ("observation", "result")
 
 
 class PreparationStatistics(NamedSums):
@@ -54,6 +58,7 @@ class PreparationStatistics(NamedSums):
             "credited",
             "entropy",
             "trained",
+            *(f"{name}_{sum_}" for name in _TEXTS for sum_ in ("nll", "tokens")),
             *(f"{name}_turn_{turn}" for name in ("tokens", "mismatch") for turn in _BY_TURN),
         )
         super().__init__(names, maxima=("mismatch_max",))
@@ -63,7 +68,8 @@ class PreparationStatistics(NamedSums):
 
         `logprob_mismatch_turn_1` and so on are the means of the first `TURNS` turns, as far as there are such turns.
         `policy_entropy` is the trainer's own, in nats a token: some rollout engines report none. With a critic there is
-        `explained_variance` too.
+        `explained_variance` too. With `loss.echo`, `observation_nll` and `result_nll` are mean negative log-probs of
+        the environment's text, and of the results of tool calls, that follow a response.
         """
         total = self.totals()
         metrics = {
@@ -76,6 +82,11 @@ class PreparationStatistics(NamedSums):
             f"logprob_mismatch_turn_{turn}": total[f"mismatch_turn_{turn}"] / count
             for turn in _BY_TURN
             if (count := total[f"tokens_turn_{turn}"])
+        }
+        metrics |= {
+            f"{name}_nll": total[f"{name}_nll"] / count
+            for name in _TEXTS
+            if (count := total[f"{name}_tokens"])
         }
         if count := total["credited"]:
             spread = total["returns_square"] - total["returns"] ** 2 / count

@@ -218,6 +218,7 @@ def score_together(
     entropy_gradient: bool = False,
     kept: KeptIds | None = None,
     truncation: Truncation | None = None,
+    text: bool = False,
 ) -> TokenScores:
     """Score samples with the policy and the critic, in one forward pass if they share a trunk.
 
@@ -231,6 +232,7 @@ def score_together(
         entropy_gradient: Whether the entropy has a gradient.
         kept: Ids that sampling kept, see `TokenReadout`.
         truncation: Truncation of the engine, see `TokenReadout`.
+        text: Whether the environment's text is scored too, see `TokenReadout`.
     """
     shared = critic if critic is not None and critic.shares_trunk else None
     readout = TokenReadout(
@@ -240,6 +242,7 @@ def score_together(
         logits_mib=policy.logits_mib,
         kept=kept,
         truncation=truncation,
+        text=text,
     )
     scores: TokenScores = policy(samples, images, microbatches=microbatches, readout=readout)
     if critic is None or shared is not None:

@@ -70,6 +70,8 @@ class SampledStates:
     """int64 `[tokens]`, position of each token in its row."""
     hidden: Tensor
     """`[tokens, hidden]`, the decoder's state at the position before."""
+    text: SampledStates | None = None
+    """Those of the environment's text that is predicted; None unless they were asked for."""
 
 
 def shared_images(
@@ -112,11 +114,23 @@ def sample_inputs(
 
 
 def sampled_states(
-    bundle: ModelBundle, samples: Samples, images: Sequence[Tensor], microbatches: Sequence[Tensor]
+    bundle: ModelBundle,
+    samples: Samples,
+    images: Sequence[Tensor],
+    microbatches: Sequence[Tensor],
+    *,
+    text: bool = False,
 ) -> Iterator[SampledStates]:
     """Run the decoder on each microbatch and yield the states that predict sampled tokens.
 
     V(s_t) and the distribution of token t are both read at position t - 1. The shift is made here, once.
+
+    Args:
+        bundle: Model.
+        samples: Sequences.
+        images: Images that `samples.image_index` refers to.
+        microbatches: Rows that are computed together.
+        text: Whether to yield the states that predict `samples.text` too.
     """
     shared = shared_images(bundle, samples, images, microbatches)
     # ranks with sharded weights wait for each other in every pass, and their samples may begin with other texts
@@ -124,8 +138,10 @@ def sampled_states(
     states_of = run_decoder if sharded else states_of_rows
     for rows in microbatches:
         inputs = sample_inputs(bundle, samples, shared, rows)
-        sampled = samples.turn[rows, : inputs.ids.shape[1]] >= 0
-        at, columns = sampled.nonzero(as_tuple=True)
+        time = inputs.ids.shape[1]
+        sampled = samples.turn[rows, :time] >= 0
+        shown = samples.text[rows, :time] > 0 if text else torch.zeros_like(sampled)
+        at, columns = (sampled | shown).nonzero(as_tuple=True)
         first = int(columns.min()) - 1 if len(columns) else 0
         before = columns - 1
         if (
@@ -138,7 +154,17 @@ def sampled_states(
             hidden = packed_states(bundle, inputs, lengths)[starts[at] + before]
         else:
             hidden = states_of(bundle, inputs, first=first)[at, before - first]
-        yield SampledStates(rows.to(at.device)[at], columns, hidden)
+        row = rows.to(at.device)[at]
+        if not text:
+            yield SampledStates(row, columns, hidden)
+            continue
+        # text may be trained on as if it were sampled, too
+        own, other = (
+            SampledStates(row[each], columns[each], hidden[each])
+            for each in (sampled[at, columns], shown[at, columns])
+        )
+        own.text = other
+        yield own
 
 
 class Head(Protocol):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
+from ragen_pl.algorithms.echo import role_weights, text_loss
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.algorithms.masks import all_but_action
 from ragen_pl.algorithms.mismatch import Correction
@@ -24,6 +25,7 @@ from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
 from ragen_pl.modules.reference import InitialPolicy, Reference, divergence
 from ragen_pl.run_facts import RunFacts
+from ragen_pl.trajectory import Role
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,42 @@ class ReferenceKL:
         return self.place is KLPlace.REWARD and self.coefficient > 0
 
 
+@checked
+@dataclass(frozen=True, kw_only=True)
+class TextPrediction:
+    """Cross-entropy of the environment's text that follows a response, at temperature 1 (ECHO; see `algorithms.echo`).
+
+    It is averaged over its own tokens of the optimizer step, so more text does not weaken the policy's gradient. With
+    both weights 0 it is only measured: `rollout/observation_nll`, `rollout/result_nll`.
+
+    Attributes:
+        observation: weight of what the environment shows in the user's block.
+        result: weight of the results of tool calls.
+    """
+
+    needs_trust = ()
+
+    observation: NonNegative = 0.05
+    result: NonNegative = 0.05
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Weight by role."""
+        return {Role.OBSERVATION: self.observation, Role.RESULT: self.result}
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Check that prompts show what the environment answers to.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if facts.window == 1:
+            raise ValueError(
+                "algorithm.loss.echo with context.window=1: a prompt shows no response before an observation, so there "
+                "is no action to predict it from; set context.window=all, or algorithm.loss.echo=null"
+            )
+
+
 @dataclass(slots=True)
 class LossResult:
     """A minibatch's part of the optimizer step's loss, and sums for metrics.
@@ -121,6 +159,7 @@ class UpdateLoss:
         whiten: whiten advantages over all trained tokens of the iteration.
         mismatch: correction of the engine's distribution to the trainer's; None for none, auto for `TruncatedWeights`
             unless compute is in float32 and the weights are the same, where both agree.
+        echo: prediction of the environment's text; None for none.
     """
 
     needs_trust = ()
@@ -133,6 +172,7 @@ class UpdateLoss:
     entropy_target: Positive | None = None
     whiten: bool = True
     mismatch: Correction | Literal["auto"] | None = "auto"
+    echo: TextPrediction | None = None
 
     def __post_init__(self) -> None:
         self._reported_rows = False
@@ -141,6 +181,11 @@ class UpdateLoss:
                 f"algorithm.loss.entropy_target={self.entropy_target}: there is no entropy bonus to steer; set "
                 "algorithm.loss.entropy_coefficient=0.01"
             )
+
+    @property
+    def trains_text(self) -> bool:
+        """Whether the policy learns the environment's text."""
+        return self.echo is not None and any(self.echo.weights.values())
 
     @property
     def reads_reference_head(self) -> bool:
@@ -205,6 +250,8 @@ class UpdateLoss:
         """
         if facts.iterations_ahead:
             self.require_correction()
+        if self.echo is not None:
+            self.echo.check_run(facts)
         if self.whiten and facts.baseline is not None:
             facts.refuse_whitening(facts.estimator, scope=facts.baseline)
 
@@ -265,8 +312,10 @@ class UpdateLoss:
 
         The value loss trains the policy too where the critic reads its states.
         """
-        loss_tokens, value_tokens, kl_tokens = batch.counted
+        loss_tokens, value_tokens, kl_tokens = batch.counted[:3]
         policy = loss_tokens | kl_tokens if self._has_kl else loss_tokens
+        if self.trains_text:
+            policy = policy | batch.counted[3]
         if critic is None:
             return {"policy": policy}
         values = value_tokens & (self.value_coefficient > 0)
@@ -325,7 +374,8 @@ class UpdateLoss:
         entropy = aggregate(scores.entropy, weight, **average)
         value = self._value_loss(scores, batch)
         kl, kl_sum, kl_tokens = self._reference_kl(scores, batch)
-        loss = policy + self.value_coefficient * value + kl
+        text = self._text_loss(scores, batch)
+        loss = policy + self.value_coefficient * value + kl + text
         loss = loss - self.entropy_weight(batch.entropy) * entropy
         sums = {
             "tokens": surrogate.tokens,
@@ -341,6 +391,8 @@ class UpdateLoss:
             "entropy_bonus": entropy,
             "kl": kl_sum,
             "kl_tokens": kl_tokens,
+            "echo_loss": text,
+            "text_tokens": (samples.text > 0).sum(),
         }
         separate = kl if self.separates_kl and kl.requires_grad else None
         return LossResult(loss, separate, {name: value.detach() for name, value in sums.items()})
@@ -361,6 +413,14 @@ class UpdateLoss:
             tokens=batch.value_tokens,
             sequences=batch.sequences,
         )
+
+    def _text_loss(self, scores: TokenScores, batch: Minibatch) -> Tensor:
+        """Return the weighted cross-entropy of the environment's text."""
+        if self.echo is None or scores.text_logprobs is None:
+            return scores.logprobs.new_zeros(())
+        text = batch.samples.text
+        weight = role_weights(text, (text > 0) & batch.non_padding, self.echo.weights)
+        return text_loss(scores.text_logprobs, weight, tokens=batch.text_tokens)
 
     def _reference_kl(self, scores: TokenScores, batch: Minibatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted penalty, and the plain divergence's sum and tokens."""

@@ -61,6 +61,8 @@ class TokenScores(NamedTuple):
     """KL(reference ‖ policy) over the vocabulary."""
     kept: KeptIds | None = None
     """Ids that the engine kept, by `samples.token`; None unless they were asked for."""
+    text_logprobs: Tensor | None = None
+    """Log-probs of `samples.text` over all ids, likewise; None unless they were asked for."""
 
 
 class PolicyModule(LeavesEmptySteps):
@@ -209,6 +211,7 @@ class TokenReadout:
         kept: Ids that sampling kept by row and column, to which the distributions are restricted; None for all.
         truncation: Truncation of the engine that sampled with the present weights: finds the ids that it kept and
             restricts the distributions to them; None for none.
+        text: Whether the environment's text that is predicted is scored too.
     """
 
     critic: StateCritic | None = None
@@ -217,6 +220,7 @@ class TokenReadout:
     logits_mib: float = LOGITS_MIB
     kept: KeptIds | None = None
     truncation: Truncation | None = None
+    text: bool = False
 
     def __call__(
         self,
@@ -232,8 +236,13 @@ class TokenReadout:
         tokens: list[Tensor] = []
         numbers = _numbers(samples)
         chunk = tokens_per_chunk(bundle, self.logits_mib)
-        recompute = int((samples.turn >= 0).sum()) > chunk
-        for states in sampled_states(bundle, samples, images, microbatches):
+        scored = samples.turn >= 0
+        if self.text:
+            scored = scored | (samples.text > 0)
+        recompute = int(scored.sum()) > chunk
+        shown: list[SampledStates] = []
+        text_logprobs: list[Tensor] = []
+        for states in sampled_states(bundle, samples, images, microbatches, text=self.text):
             at = (states.rows, states.columns)
             reference = self.reference
             if reference is not None:
@@ -257,16 +266,45 @@ class TokenReadout:
                 reference=reference,
                 kept=kept,
             )
+            if states.text is not None:
+                shown.append(states.text)
+                text_logprobs.append(
+                    self._text_logprobs(
+                        bundle, samples, states.text, chunk=chunk, recompute=recompute
+                    )
+                )
             values = None if self.critic is None else self.critic.read(states.hidden)
             places.append(states.rows * samples.input_ids.shape[1] + states.columns)
             for name, part in (*scores._asdict().items(), ("values", values)):
                 if part is not None:
                     parts.setdefault(name, []).append(part)
         index = torch.cat(places)
+        of_text = None
+        if shown:
+            width = samples.input_ids.shape[1]
+            at_text = torch.cat([states.rows * width + states.columns for states in shown])
+            of_text = _placed(torch.cat(text_logprobs), at_text, samples)
         return TokenScores(
             **{name: _placed(torch.cat(part), index, samples) for name, part in parts.items()},
             kept=_by_token(found, tokens) if found else None,
+            text_logprobs=of_text,
         )
+
+    @staticmethod
+    def _text_logprobs(
+        bundle: ModelBundle, samples: Samples, states: SampledStates, *, chunk: int, recompute: bool
+    ) -> Tensor:
+        """Return the log-probs of the environment's text in a microbatch, at temperature 1 and over all ids."""
+        tokens = samples.input_ids[states.rows, states.columns]
+        scores = score_states(
+            bundle,
+            states.hidden,
+            tokens,
+            temperature=torch.ones(len(tokens), device=tokens.device),
+            chunk=chunk,
+            recompute=recompute,
+        )
+        return scores.logprobs
 
     def _kept(
         self, bundle: ModelBundle, samples: Samples, states: SampledStates, *, chunk: int

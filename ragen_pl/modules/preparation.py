@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.algorithms.echo import role_weights
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
@@ -32,7 +33,7 @@ from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.modules.saliency import SaliencyReadout
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.sharding import gradients_inside
-from ragen_pl.trajectory import Span
+from ragen_pl.trajectory import Role, Span
 
 # of a rank, in the host's memory and in a checkpoint inside an update
 KEPT_GIB = 4.0
@@ -61,6 +62,7 @@ def scores_needed(
         or masks.observations
         or masks.top_entropy < 1
         or loss.entropy_target is not None
+        or loss.echo is not None
         or (loss.kl is not None and loss.kl.changes_rewards)
     )
 
@@ -120,13 +122,19 @@ def prepare_batch(
     kept = token_masks(batch, layout, masks, kl=None if loss.kl is None else loss.kl.mask)
     if masks.importance is not None:
         _narrow_by_importance(batch, layout, kept, masks, scorer.policy, microbatches, importance)
-    penalty = None
+    penalty, of_text = None, dict[str, Tensor]()
     if scores is not None:
         keep_top_entropy(kept, layout.gather(scores.entropy), fraction=masks.top_entropy)
         if in_reward:
             penalty = kl_penalty(samples, layout, kept, scores, reference, loss)
     if penalty is not None:
         require_finite(penalty, "algorithm.loss.kl: the penalties on the reward", remedy=_REMEDY)
+    if scores is not None and scores.text_logprobs is not None and loss.echo is not None:
+        # all text was measured; from here on it is what the loss has a weight for
+        of_text = _nll_by_role(samples, scores.text_logprobs)
+        samples.text = torch.where(
+            role_weights(samples.text, samples.text > 0, loss.echo.weights) > 0, samples.text, 0
+        )
     batch.reference = None if in_reward else reference
     estimates = assign_credit(
         batch,
@@ -145,6 +153,7 @@ def prepare_batch(
     write_credit(samples, layout, kept, estimates)
 
     statistics = PreparationStatistics().to(samples.returns.device)
+    statistics.update(of_text)
     if scorer.critic is not None:
         _add_returns(statistics, samples)
     if scores is None:
@@ -195,6 +204,9 @@ def _check_scores(
         "the policy's log-probs before the update": None
         if scores is None
         else scores.logprobs[sampled],
+        "the policy's log-probs of the environment's text": None
+        if scores is None
+        else scores.text_logprobs,
         "the critic's values": samples.values[sampled],
         "the critic's values after truncated episodes": batch.episodes.bootstrap,
         "algorithm.loss.kl: the reference's scores": reference,
@@ -230,6 +242,16 @@ def _narrow_by_importance(
         record_importance(
             statistics, samples, scores, before=before, after=after, image_token=token
         )
+
+
+def _nll_by_role(samples: Samples, logprobs: Tensor) -> dict[str, Tensor]:
+    """Return tokens of the environment's text and sums of their negative log-probs, for `PreparationStatistics`."""
+    sums = {}
+    for role, name in ((Role.OBSERVATION, "observation"), (Role.RESULT, "result")):
+        of_role = (samples.text == role) & (samples.weight > 0)[:, None]
+        sums[f"{name}_tokens"] = of_role.sum()
+        sums[f"{name}_nll"] = -logprobs[of_role].double().sum()
+    return sums
 
 
 def _check_kept_size(kept: KeptIds) -> None:

@@ -67,6 +67,7 @@ class Scorer:
             microbatches=microbatches,
             kept=_by_place(kept, samples),
             truncation=self.truncation if kept is None else None,
+            text=self.loss.echo is not None,
         )
 
     def score_minibatch(self, batch: Minibatch) -> TokenScores:
@@ -80,6 +81,7 @@ class Scorer:
             reference=self.reference_states(batch.reference),
             entropy_gradient=self.loss.entropy_weight(batch.entropy) != 0,
             kept=batch.kept,
+            text=self.loss.trains_text,
         )
 
     def reference_states(self, scores: Tensor | None) -> ReferenceStates | None:

@@ -33,7 +33,7 @@ from ragen_pl.prompts.native import NativeFormat
 from ragen_pl.prompts.rendering import window_messages
 from ragen_pl.prompts.requests import RequestPrompts
 from ragen_pl.prompts.rules import ContextRules
-from ragen_pl.trajectory import Observation
+from ragen_pl.trajectory import Observation, Role
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -57,6 +57,9 @@ class ContextManager(ContextRules):
         keep_thoughts: whether think blocks stay in the history where the chat template strips them. An
             episode is then one sample, and its prompts differ from the template's by these blocks.
         compaction: summary that replaces the history before it fills `max_tokens`; None where an episode ends there.
+
+    Attributes:
+        records_roles: whether prompts say which of their tokens are text of the environment.
     """
 
     @checked
@@ -92,6 +95,7 @@ class ContextManager(ContextRules):
                 f"context.compaction with context.window={window}: a window drops turns without a summary; set "
                 "context.window=all without context.leave_out"
             )
+        self.records_roles = False
         if self.leave_out and not self.joins:
             raise ValueError(
                 "context.leave_out: this chat template rewrites its history, no part of it can be left "
@@ -114,6 +118,19 @@ class ContextManager(ContextRules):
         end = self._encoder.end
         before, found, after = self.template.response_suffix.partition(end)
         self._ending, self._after_end = (before + found, after) if found else (end, before)
+
+    def record_roles(self) -> None:
+        """Let prompts say which of their tokens are text of the environment; see `Turn.prompt_roles`.
+
+        Raises:
+            ValueError: the chat template renders its history as a whole, where they can't be told.
+        """
+        if not self.joins:
+            raise ValueError(
+                "algorithm.loss.echo: this chat template rewrites its history, which does not tell text of the "
+                f"environment from its own; set algorithm.loss.echo=null{self._or_keep_thoughts()}"
+            )
+        self.records_roles = True
 
     def _or_keep_thoughts(self) -> str:
         strips = self.template.history is History.WITHOUT_THOUGHTS and self.template.is_static
@@ -219,14 +236,15 @@ class ContextManager(ContextRules):
                 images=images,
             )
         first = len(conversation.exchanges) - len(window)
-        ids, _ = self._joined(conversation, shown)
-        unexpanded_ids, _ = self._joined(conversation, shown, expand=False) if images else (ids, [])
+        ids, _, roles = self._joined(conversation, shown)
+        unexpanded_ids = self._joined(conversation, shown, expand=False)[0] if images else ids
         return Prompt(
             ids=ids,
             unexpanded_ids=unexpanded_ids,
             images=images,
             patches=self._patches(shown),
             left_out=tuple(first + number for number in sorted(left_out)),
+            roles=roles,
         )
 
     def count_tokens(self, text: str) -> int:
@@ -236,7 +254,7 @@ class ContextManager(ContextRules):
     def candidates(self, conversation: Conversation) -> list[np.ndarray]:
         """Return the parts of the present prompt that may be left out: positions of old turns, then of patches."""
         assert self.leave_out is not None
-        ids, starts = self._joined(conversation, self._window(conversation))
+        ids, starts, _ = self._joined(conversation, self._window(conversation))
         positions = np.split(np.arange(len(ids)), starts)[1:]
         old = positions[:-1] if self.leave_out.dropped_turns([0.0] * (len(positions) - 1)) else []
         if not self.leave_out.patches:
@@ -255,7 +273,7 @@ class ContextManager(ContextRules):
         present, old = conversation.exchanges[-1], len(self._window(conversation)) - 1
         num_turns = old if self.leave_out.dropped_turns([0.0] * old) else 0
         if self.leave_out.patches and present.images:
-            ids, starts = self._joined(conversation, self._window(conversation))
+            ids, starts, _ = self._joined(conversation, self._window(conversation))
             ids = ids[starts[-1] :]
             slot_scores = np.zeros(len(ids))
             slot_scores[ids == self.bundle.image_token_id] = scores[num_turns:]
@@ -293,26 +311,36 @@ class ContextManager(ContextRules):
 
     def _joined(
         self, conversation: Conversation, shown: Sequence[Exchange], *, expand: bool = True
-    ) -> tuple[np.ndarray, list[int]]:
-        """Return the ids of turns one after the other, and the position at which each turn starts.
+    ) -> tuple[np.ndarray, list[int], np.ndarray | None]:
+        """Return the ids of turns one after the other, the position at which each turn starts, and the last roles.
 
         A turn is encoded together with the template's text before it, because a token may reach over the border.
         """
         parts: list[np.ndarray] = []
-        starts, length = [], 0
+        starts, length, roles = [], 0, None
         before = conversation.head
         calls: Sequence[Message] = ()
         for exchange in shown:
             first = not parts
             if isinstance(conversation.native, NativeFormat) and calls:
-                ids = self._result_block(
-                    conversation.native, exchange, calls, end=int(parts[-1][-1]), expand=expand
-                )
+                end = int(parts[-1][-1])
+                texts = self._results(conversation.native, exchange, calls, end=end, expand=expand)
+                role, marks = Role.RESULT, True
+                ids = self._encoder.encode_parts(texts, continues=True, marks=marks)
                 starts.append(length)
             else:
-                ids = self._block(conversation, exchange, before, first=first, expand=expand)
+                texts = self._texts(conversation, exchange, before, first=first, expand=expand)
+                role, marks = Role.OBSERVATION, conversation.native is not None
+                ids = self._encoder.encode_parts(texts, continues=not first, marks=marks)
+                if expand:
+                    ids = self._with_patches(ids, exchange)
                 previous = self._encoder.encode(before, continues=not first)
                 starts.append(length + common_length(previous, ids))
+            if self.records_roles and expand and exchange is shown[-1]:
+                own = self._encoder.own_text(texts, continues=not first, marks=marks)
+                roles = np.where(own[-len(ids) :], role, Role.TEMPLATE).astype(np.int8)
+                if not first:
+                    roles = np.append(np.int8(Role.EARLIER), roles)
             parts.append(ids)
             response_ids = exchange.response_ids
             if response_ids is not None:
@@ -321,9 +349,9 @@ class ContextManager(ContextRules):
                 before = self._after_end if ended else self.template.response_suffix
             calls = exchange.calls
             length = sum(map(len, parts))
-        return np.concatenate(parts), starts
+        return np.concatenate(parts), starts, roles
 
-    def _block(
+    def _texts(
         self,
         conversation: Conversation,
         exchange: Exchange,
@@ -331,8 +359,8 @@ class ContextManager(ContextRules):
         *,
         first: bool,
         expand: bool,
-    ) -> np.ndarray:
-        """Return the ids of a turn up to its response, with those of the template's text before it."""
+    ) -> list[tuple[str, bool]]:
+        """Return the texts of a turn up to its response, with the template's text before it; see `encode_parts`."""
         count = len(exchange.images)
         template = self._template(conversation)
         user_text = template.user_text(count)
@@ -342,12 +370,11 @@ class ContextManager(ContextRules):
         if expand:
             start = self.bundle.expand_image_slots(start, exchange.images)
         text = [(user_text.shown(exchange.text), False), (user_text.after, True)]
-        ids = self._encoder.encode_parts(
-            [(before + start, True), *text],
-            continues=not first,
-            marks=conversation.native is not None,
-        )
-        if not expand or exchange.patches is None:
+        return [(before + start, True), *text]
+
+    def _with_patches(self, ids: np.ndarray, exchange: Exchange) -> np.ndarray:
+        """Return the ids of a turn with the image slots of the patches that are shown."""
+        if exchange.patches is None:
             return ids
         slots = np.flatnonzero(ids == self.bundle.image_token_id)
         shown, end = [], 0
@@ -356,7 +383,7 @@ class ContextManager(ContextRules):
             end += self.bundle.num_image_tokens(image)
         return np.delete(ids, np.setdiff1d(slots, np.concatenate(shown)))
 
-    def _result_block(
+    def _results(
         self,
         native: NativeFormat,
         exchange: Exchange,
@@ -364,8 +391,8 @@ class ContextManager(ContextRules):
         *,
         end: int,
         expand: bool,
-    ) -> np.ndarray:
-        """Return the ids of the results of a response's calls, from the end of the response to the next one.
+    ) -> list[tuple[str, bool]]:
+        """Return the texts of the results of a response's calls, from the end of the response to the next one.
 
         The response has ended, with the token `end`: one that was cut has no calls.
         """
@@ -384,7 +411,7 @@ class ContextManager(ContextRules):
                 (new if fixed else part, fixed)
                 for new, (part, fixed) in zip(expanded, parts, strict=True)
             ]
-        return self._encoder.encode_parts(parts, continues=True, marks=True)
+        return parts
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
         native = conversation.native

@@ -161,6 +161,25 @@ class TextEncoder:
         ids.append(self.encode(word, continues=continues or bool(ids)))
         return np.concatenate(ids)
 
+    def own_text(
+        self, parts: Sequence[tuple[str, bool]], *, continues: bool, marks: bool = False
+    ) -> np.ndarray:
+        """Return which ids of `encode_parts` are of texts other than the template's, bool `[tokens]`.
+
+        A token that reaches over a border belongs to such a text.
+        """
+        settings = {"continues": continues, "marks": marks}
+        ids = self.encode_parts(parts, **settings)
+        own = np.zeros(len(ids), dtype=bool)
+        for number, (text, is_fixed) in enumerate(parts):
+            if is_fixed or not text:
+                continue
+            start = common_length(self.encode_parts(parts[:number], **settings), ids)
+            after = parts[number + 1 :]
+            rest = self.encode_parts(after, continues=True, marks=marks) if after else ids[:0]
+            own[start : len(ids) - common_length(rest[::-1], ids[::-1])] = True
+        return own
+
     def pieces(self, ids: np.ndarray) -> list[str]:
         """Return the text of each token of a response, see `Context.pieces`; ends have none."""
         kept = [token for token in ids.tolist() if token not in self._ends]

@@ -133,6 +133,7 @@ def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult
     return Turn(
         observation=episode.conversation.observation,
         prompt_ids=episode.prompt.ids,
+        prompt_roles=episode.prompt.roles,
         prompt_images=episode.prompt.images,
         response_ids=generation.ids,
         response_logprobs=generation.logprobs,
@@ -182,7 +183,7 @@ def end_episode(episode: Episode, status: EpisodeStatus, *, max_tokens: int) -> 
         return
     if len(prompt.ids) <= max_tokens:
         trajectory.final_prompt_ids, trajectory.final_images = prompt.ids, prompt.images
-        trajectory.final_patches = prompt.patches
+        trajectory.final_patches, trajectory.final_roles = prompt.patches, prompt.roles
     elif trajectory.turns:
         # an observation that is longer than the context; the state before the last response has been read
         last = trajectory.turns[-1]

@@ -62,10 +62,13 @@ def assemble(cfg: DictConfig) -> RunComponents:
     check_merging(bundle.model)
     policy = build_policy(bundle, cfg["update"])
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
+    context = ContextManager(bundle, **plain(cfg.context))
+    if _predicts_text(cfg):
+        context.record_roles()
     proxy = build_proxy(
         cfg.rollout,
         environments=build_environments(cfg.env, record_states=estimator.needs_states),
-        context=ContextManager(bundle, **plain(cfg.context)),
+        context=context,
     )
     engine = engine_class(cfg.rollout.engine)
     if engine is not None and engine.in_place:
@@ -73,6 +76,11 @@ def assemble(cfg: DictConfig) -> RunComponents:
         engine_factory(cfg.rollout.engine)(policy)
     validation_set = build_validation_set(proxy, cfg.env, episodes=cfg.validation.episodes)
     return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, [validation_set])
+
+
+def _predicts_text(cfg: DictConfig) -> bool:
+    """Whether the loss reads the environment's text (ECHO)."""
+    return cfg.algorithm.loss.get("echo") is not None
 
 
 def build_validation_set(
@@ -284,6 +292,7 @@ def build_datamodule(components: RunComponents) -> RolloutDataModule:
         rewards=build_named(cfg.algorithm.get("rewards")),
         group_filter=instantiate(cfg.algorithm.get("filter"), _convert_="all"),
         observations=cfg.algorithm.masks.get("observations", False),
+        text=_predicts_text(cfg),
     )
 
 

@@ -93,6 +93,8 @@ SWITCHES = [
     # losses
     ("starpo", f"{LOSS}.SequencePolicyLoss", "clipped"),
     ("starpo", f"{LOSS}.ClippedWeightLoss", "policy_loss"),
+    ("echo", "algorithm.loss.echo=null", "loss"),
+    ("echo", "algorithm.loss.echo.observation=0.5", "loss"),
     ("dppo", "algorithm.loss.policy.clip_low=1e-4", "clipped"),
     ("dppo", "algorithm.loss.policy.clip_high=1e-4", "clipped"),
     ("dppo algorithm.loss.policy.clip_high=1e-4", "algorithm.loss.policy.divergence=kl", "clipped"),
@@ -197,6 +199,7 @@ REFUSED = [
     ),
     ("gdpo +algorithm.estimator.weights={environment/goal:1.0}", "is a part of environment"),
     ("evpo algorithm.critic=none", "GatedGAE needs values"),
+    ("echo context.window=1", "no response before an observation"),
     ("dppo algorithm.loss.policy.dual_clip=3.0", "has no dual clip"),
     ("starpo_s rollout.group_size=1", "GroupFilter compares"),
     (f"starpo rollout.group_size=1 {BY}.ByGroup", "RewardNormalizer compares"),

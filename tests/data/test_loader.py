@@ -168,14 +168,15 @@ def test_counts_cover_all_ranks(batch):
 
     def sum_over_ranks(
         counts,
-    ):  # another rank with 100 tokens, 80 valued, 60 held, 10 samples of 5 episodes a step
+    ):  # another rank with 100 tokens, 80 valued, 60 held, 40 of text, 10 samples of 5 episodes a step
         seen.append(counts)
-        return counts + torch.tensor([100.0, 80.0, 60.0, 10.0, 5.0])
+        return counts + torch.tensor([100.0, 80.0, 60.0, 40.0, 10.0, 5.0])
 
     steps = list(loader_of(batch, epochs=1, minibatches=2, sum_over_ranks=sum_over_ranks))
     assert sum(float(step.loss_tokens) for step in steps) == 235
     assert sum(float(step.value_tokens) for step in steps) == 195
     assert sum(float(step.kl_tokens) for step in steps) == 155
+    assert sum(float(step.text_tokens) for step in steps) == 80
     assert sum(float(step.sequences) for step in steps) == 27
     assert sum(float(step.episodes) for step in steps) == 17
     assert len(seen) == 1
