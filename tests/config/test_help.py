@@ -51,6 +51,15 @@ def test_a_command_without_groups_shows_its_own_keys_only(command: str) -> None:
     assert {key.rpartition(".")[0] or key for key in shown - keys} <= {"paths", "trust", "title"}
 
 
+def test_who_serves_an_environment_is_shown_no_groups_of_training() -> None:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("serve_environment", return_hydra_config=True)
+        text = cfg.hydra.help.template
+    assert "python -m ragen_pl.serve_environment env=NAME" in text and "$" not in text
+    keys = set(re.findall(r"^([a-z_.]+)  +\S", text, re.MULTILINE))
+    assert keys and all(OmegaConf.select(cfg, key) is not None for key in keys)
+
+
 def test_the_help_of_submit_needs_no_slurm(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["submit", "--help"])
     monkeypatch.setenv("PATH", "")
