@@ -177,8 +177,8 @@ def load_pretrained(
             windows of all images where the encoder has windows (`ragen_pl.models.attention`).
         local_files_only: Whether the hub is never asked.
         max_tokens: Tokens of the longest conversation; None for any up to the model's original length.
-        image_processor: Settings of the family's image processor, such as `{"crop_to_patches": False}`;
-            None for its own.
+        image_processor: Settings of the family's image processor, such as `{"crop_to_patches": False}`; None
+            for its own.
         lora: Settings of peft's `LoraConfig` to train adapters only; None trains all weights.
         freeze_vision: Whether the image encoder is left unchanged; None: with `lora`, or where no images are shown.
         freeze_projector: Whether the projector of image features is left unchanged; None: as for the encoder. It gets

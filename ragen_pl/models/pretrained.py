@@ -181,4 +181,4 @@ def present_image_settings(
     if len(present) == len(settings) or not own.keys() >= {*ends.values()}:
         return dict(settings)
     given = {ends[name]: settings[name] for name in ends if settings.get(name) is not None}
-    return present | {"size": {**own, **settings.get("size", {}), **given}}
+    return present | {"size": {**own, **(settings.get("size") or {}), **given}}
