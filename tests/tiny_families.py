@@ -7,7 +7,7 @@ the processors of families with images in `PROCESSORS`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,13 +90,26 @@ def sizes(kind: type[PretrainedConfig], *, small: dict[str, Any] | None = None) 
     if "kv_lora_rank" in names:
         # latent attention has keys and values for each head
         values |= {key: HEADS for key in ("num_key_value_heads",) if key in names}
-    for part, spec in kind.sub_configs_defaults.items():
+    for part, part_kind, known in parts_of(kind):
         vision = "text" not in part and "decoder" not in part
+        values[part] = known | sizes(part_kind, small=EYES if vision else DECODER)
+    return values
+
+
+def parts_of(
+    kind: type[PretrainedConfig],
+) -> Iterator[tuple[str, type[PretrainedConfig], dict[str, Any]]]:
+    """Yield the parts of a config: key, kind and keyword arguments of the default."""
+    if not hasattr(kind, "sub_configs_defaults"):  # before transformers 5.20
+        default = kind() if kind.sub_configs else None
+        for part in kind.sub_configs:
+            part_kind = type(getattr(default, part))
+            yield part, part_kind, {"model_type": part_kind.model_type}
+        return
+    for part, spec in kind.sub_configs_defaults.items():
         name = spec.model_type or spec.config_class.model_type
         part_kind = CONFIG_MAPPING[name] if spec.model_type else spec.config_class
-        known = sizes(part_kind, small=EYES if vision else DECODER)
-        values[part] = (spec.init_kwargs or {}) | known | {"model_type": name}
-    return values
+        yield part, part_kind, (spec.init_kwargs or {}) | {"model_type": name}
 
 
 def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

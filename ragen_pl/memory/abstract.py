@@ -29,6 +29,7 @@ from ragen_pl.models.facts import image_features_of
 from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.images import (
     PIXELS_PER_CALL,
+    FeatureForm,
     HeldFeatures,
     ImageEncoder,
     encoder_outputs,
@@ -234,7 +235,6 @@ class AbstractImages:
             self.written = ImageEncoder(self.model, bundle.processor, self.facts, self.settings)
         self.held = HeldFeatures()
         self._counts: dict[tuple[int, ...], int] = {}
-        self._listed = False
 
     def encode(self, images: Sequence[np.ndarray]) -> ImageFeatures:
         """Return the features of images of one size, each uint8 `[height, width, 3]`.
@@ -267,7 +267,7 @@ class AbstractImages:
         encode = image_features_of(self.model)
         output = encode(**{name: value for name, value in processed.items() if name in arguments})
         features = output.pooler_output
-        self._listed = not isinstance(features, Tensor)
+        self.held.form = FeatureForm.of(features)
         parts = [image.flatten(0, -2) for image in features]
         return ImageFeatures(
             tokens=torch.cat(parts),
@@ -316,7 +316,7 @@ class AbstractImages:
 
     def outputs(self, features: ImageFeatures) -> dict[str, Any]:
         """Return features as the `mm_encoder_outputs` of the model's forward."""
-        return encoder_outputs(features, listed=self._listed)
+        return encoder_outputs(features, self.held.form)
 
 
 def _image_processor(family: str, settings: Mapping[str, Any]) -> Any:

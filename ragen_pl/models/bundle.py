@@ -398,7 +398,10 @@ class ModelBundle:
                 "false, and a smaller update.tokens_per_microbatch"
             )
         # reentrant checkpoints would leave out weights under frozen embeddings, and break DDP
-        self.model.activation_checkpointing_enable({"use_reentrant": False})
+        if hasattr(self.model, "activation_checkpointing_enable"):
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
+        else:  # its name before transformers 5.23
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def save(self, folder: str | Path) -> None:
         """Write model, tokenizer and processor as a Hugging Face folder."""

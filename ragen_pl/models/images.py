@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -42,15 +42,37 @@ def content_key(image: np.ndarray) -> bytes:
     return digest.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class FeatureForm:
+    """Form in which a model's encoder gives features, and its forward takes them.
+
+    Attributes:
+        listed: Whether they are one tensor for each image.
+        piece: Tokens of each piece of an image, where they are one tensor `[pieces, tokens, hidden]`; 0 elsewhere.
+    """
+
+    listed: bool = False
+    piece: int = 0
+
+    @classmethod
+    def of(cls, features: Tensor | Sequence[Tensor]) -> Self:
+        """Return the form of an encoder's output."""
+        if not isinstance(features, Tensor):
+            return cls(listed=True)
+        return cls(piece=features.shape[1] if features.ndim == 3 else 0)
+
+
 @dataclass(slots=True)
 class HeldFeatures:
     """Features of images by the key of their content; the oldest go first where they take too much memory.
 
     Attributes:
         max_bytes: Largest size of the features.
+        form: Form of the last features that the encoder gave.
     """
 
     max_bytes: int = HELD_BYTES
+    form: FeatureForm = FeatureForm()
     by_key: dict[bytes, ImageFeatures] = field(default_factory=dict, repr=False)
     _size: int = 0
 
@@ -92,8 +114,6 @@ class ImageEncoder:
     _read_alone: dict[tuple[int, ...], bool] = field(default_factory=dict, repr=False)
     # of encoder and projector; None before the first use
     _weights: list[Parameter] | None = field(default=None, repr=False)
-    # whether the model's forward takes the features as one tensor for each image
-    _listed: bool = False
     # None before the first use
     _types: TokenTypes | None = field(default=None, repr=False)
     # whether it has the weights and features of a frozen encoder of another model
@@ -268,7 +288,7 @@ class ImageEncoder:
                 f"({', '.join(sorted(kinds - _KNOWN or kinds))}), not one vector for each image token; choose another "
                 "model"
             )
-        self._listed = not isinstance(output.pooler_output, Tensor)
+        self.held.form = FeatureForm.of(output.pooler_output)
         tokens = joined(output.pooler_output)
         if len(tokens) != sum(counts):
             raise ValueError(
@@ -352,20 +372,24 @@ class ImageEncoder:
 
     def outputs(self, features: ImageFeatures) -> dict[str, Any]:
         """Return features as the `mm_encoder_outputs` of the model's forward."""
-        return encoder_outputs(features, listed=self._listed)
+        return encoder_outputs(features, self.held.form)
 
 
-def encoder_outputs(features: ImageFeatures, *, listed: bool) -> dict[str, Any]:
+def encoder_outputs(features: ImageFeatures, form: FeatureForm) -> dict[str, Any]:
     """Return features as the `mm_encoder_outputs` of a model's forward.
 
     Args:
         features: Features of all images.
-        listed: Whether the model takes one tensor for each image.
+        form: Form in which the model takes them.
     """
-    tokens = features.tokens
+    tokens: Tensor | tuple[Tensor, ...] = features.tokens
+    if form.listed:
+        tokens = features.tokens.split(features.counts)
+    elif form.piece and not any(count % form.piece for count in features.counts):
+        tokens = features.tokens.unflatten(0, (-1, form.piece))
     return {
         "image": SimpleNamespace(
-            pooler_output=tokens.split(features.counts) if listed else tokens,
+            pooler_output=tokens,
             deepstack_features=[layer.split(features.counts) for layer in features.deepstack],
             # of a loss that is not trained with (Granite Docling)
             router_logits=None,

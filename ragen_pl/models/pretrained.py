@@ -65,7 +65,7 @@ def sees_images(config: PretrainedConfig) -> bool:
     """
     from transformers import AutoModelForImageTextToText
 
-    return model_class(config) is AutoModelForImageTextToText and bool(config.sub_configs_defaults)
+    return model_class(config) is AutoModelForImageTextToText and bool(config.sub_configs)
 
 
 def model_class(config: PretrainedConfig) -> Any:

@@ -190,7 +190,7 @@ def check(*overrides: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], r"rollout\.engine\.urls=\[\]: vllm is not installed, .*ragen_pl\.install_vllm"),
+        ([], r"rollout\.engine\.urls=\[\]: vllm is not installed, .*ragen_pl\[vllm\]'"),
         (["rollout.engine.urls=[there]"], r"rollout\.engine\.urls\.0=there: expected text"),
         (
             ["rollout.engine.urls=[http://a]", "rollout.engine.settings={seed: 1}"],
@@ -265,6 +265,7 @@ def test_addresses_need_no_vllm_here() -> None:
 def test_without_vllm_no_server_is_started(monkeypatch, connect) -> None:
     monkeypatch.setattr("ragen_pl.engines.vllm.rules.find_spec", lambda name: None)
     with pytest.raises(
-        ModuleNotFoundError, match="so the run can't start a server; python -m ragen"
+        ModuleNotFoundError,
+        match=r"so the run can't start a server; pip install 'ragen_pl\[vllm\]'",
     ):
         connect()

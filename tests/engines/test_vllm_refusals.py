@@ -15,7 +15,7 @@ from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.modules.policy import PolicyModule
 
 MISSING = (
-    r"rollout/engine=vllm: vllm is not installed; python -m ragen_pl\.install_vllm .*"
+    r"rollout/engine=vllm: vllm is not installed; pip install 'ragen_pl\[vllm\]' .*"
     r"rollout/engine=transformers"
 )
 

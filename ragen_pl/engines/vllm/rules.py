@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.engines.protocol import EngineTraits
 
 NOT_INSTALLED = (
-    "rollout/engine=vllm: vllm is not installed; python -m ragen_pl.install_vllm (docs/engines.md), or set "
+    "rollout/engine=vllm: vllm is not installed; pip install 'ragen_pl[vllm]' (docs/engines.md), or set "
     "rollout/engine=transformers"
 )
 # it refuses higher ones, and raises lower ones to the limit without a word (0.32)

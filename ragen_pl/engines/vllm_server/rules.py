@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ragen_pl.engines.protocol import RolloutSizes
 
 NO_SERVER = (
-    "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; python -m ragen_pl.install_vllm "
+    "rollout.engine.urls=[]: vllm is not installed, so the run can't start a server; pip install 'ragen_pl[vllm]' "
     "(docs/engines.md), or set rollout.engine.python, or rollout.engine.urls to servers"
 )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PreTrainedConfig, Qwen2Config
-from transformers.configuration_utils import SubConfigSpec
 
 VISION: dict[str, Any] = {
     "patch_size": 16,
@@ -39,7 +38,7 @@ class SmallVLMConfig(PreTrainedConfig):
     """
 
     model_type = "ragen_small_vlm"
-    sub_configs_defaults = {"text_config": SubConfigSpec(Qwen2Config)}  # noqa: RUF012 - as in transformers
+    sub_configs = {"text_config": Qwen2Config}  # noqa: RUF012 - as in transformers
 
     def __init__(
         self,

@@ -113,9 +113,26 @@ class SmallVLMProcessor(ProcessorMixin):
         self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
-    def __call__(self, *args: Any, return_tensors: str = "pt", **kwargs: Any) -> BatchFeature:
-        """Encode texts with one `<|image|>` for each image, and the images in their order, to tensors."""
-        features: BatchFeature = super().__call__(*args, return_tensors=return_tensors, **kwargs)
+    def __call__(
+        self, images: Any = None, text: Any = None, *, return_tensors: str = "pt", **kwargs: Any
+    ) -> BatchFeature:
+        """Encode texts with one `<|image|>` for each image, and the images in their order, to tensors.
+
+        Raises:
+            ValueError: The texts have more or fewer places for images than there are images.
+        """
+        if text is not None:
+            places = sum(
+                one.count(self.image_token) for one in ([text] if isinstance(text, str) else text)
+            )
+            count = 0 if images is None else len(_listed(images))
+            if places != count:
+                raise ValueError(
+                    f"found {places} {self.image_token} tokens and {count} images, expected as many"
+                )
+        features: BatchFeature = super().__call__(
+            images, text, return_tensors=return_tensors, **kwargs
+        )
         return features
 
     def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **_: Any) -> str:
