@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
 BASE = {
     "access", "checked", "constraints", "distributed", "error_text", "files", "finite", "foreign_files", "json_text",
-    "known_pickle", "phases", "rank_states", "rgb", "run_facts", "seeding", "stop_signals", "tensor_files",
-    "trajectory",
+    "known_pickle", "phases", "rank_states", "rgb", "run_facts", "seeding", "settings_files", "stop_signals",
+    "tensor_files", "trajectory",
 }  # fmt: skip
 # of a rollout, from below
 ROLLOUT = {"prompt_formats", "models", "engines", "prompts", "environments", "rollout"}
@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "rgb": set(),
     "run_facts": set(),
     "seeding": set(),
+    "settings_files": set(),
     "stop_signals": set(),
     "trajectory": set(),
     "optimizers": {"distributed", "muon"},
