@@ -265,6 +265,7 @@ def test_a_list_of_tensors_names_each_part_once(change, sharded):
     assert change is repeated or problem_of(sharded) is not None
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     "content", [b"\x80\x02]r\xff\xff\xff\x7f.", copies()], ids=["place", "copies"]
 )
