@@ -39,7 +39,7 @@ FURTHER_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         "~warm_start.demonstrator.noise", "~warm_start.demonstrator.base",
         "warm_start.demonstrator._target_=ragen_pl.envs.policies.SeveralActions", "+warm_start.demonstrator.most=3",
         "+warm_start.demonstrator.policy={_target_: ragen_pl.envs.policies.NoisyPolicy, noise: 0.5, base: optimal}",
-        "optimizer._target_=ragen_pl.muon.MuonAdamW", "~optimizer.betas", "~optimizer.eps",
+        "optimizer._target_=ragen_pl.modules.muon.MuonAdamW", "~optimizer.betas", "~optimizer.eps",
     ),
 }  # fmt: skip
 _ALL_ENVIRONMENTS = ENVIRONMENTS | FURTHER_ENVIRONMENTS

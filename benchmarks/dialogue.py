@@ -21,13 +21,13 @@ from timing import Stopwatch
 
 import ragen_pl.envs
 import ragen_pl.visual_envs  # noqa: F401
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine, generate
 from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Observation
 
 # by whether the model sees images

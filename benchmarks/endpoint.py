@@ -110,9 +110,9 @@ def rollout_s(
 ) -> tuple[float, float]:
     """Return the seconds of a rollout, and those of this process's processor time."""
     # programs import this module too, and need none of it
+    from ragen_pl.base.prompt_formats import PromptFormat
     from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
     from ragen_pl.models.build import build_small_lm
-    from ragen_pl.prompt_formats import PromptFormat
     from ragen_pl.prompts.context import ContextManager
     from ragen_pl.rollout.proxy import AgentProxy
     from ragen_pl.rollout.responders import EngineResponder
@@ -151,7 +151,7 @@ def ways_to_play(turns: int) -> dict[str, tuple[str, dict[str, Any]]]:
     program = {"function": "endpoint.talk", "variables": {TURNS: str(turns)}}
     return {
         "environment": ("endpoint.Talk", {}),
-        "program": ("ragen_pl.programs.environment.ProgramEnvironment", program),
+        "program": ("ragen_pl.agent_programs.environment.ProgramEnvironment", program),
     }
 
 

@@ -35,17 +35,17 @@ from rich.table import Table
 
 import ragen_pl.visual_envs  # noqa: F401
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
+from ragen_pl.base.distributed import gather_over_ranks, packed_on_host
 from ragen_pl.callbacks.reasoning_probe import first_thoughts
+from ragen_pl.checkpoints.rank_states import by_rank, rank_states_in
 from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.collate import collate
 from ragen_pl.data.group_selection import GroupSelection, select_groups
-from ragen_pl.distributed import gather_over_ranks, packed_on_host
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.envs.policies import OptimalPolicy
 from ragen_pl.models.build import build_small_vlm
 from ragen_pl.modules.masking import TokenMasks, keep_top_entropy
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.rank_states import by_rank, rank_states_in
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder

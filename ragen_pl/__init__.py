@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ragen_pl import former_names
+from ragen_pl.base import former_names
 
 if TYPE_CHECKING:
     from ragen_pl.api import train

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from ragen_pl.base.stop_signals import stopped_by_signals
+from ragen_pl.checkpoints.folder import is_launched
 from ragen_pl.config.composition import composed
-from ragen_pl.run.folder import is_launched
-from ragen_pl.run.ranks import ranks_end_together
-from ragen_pl.stop_signals import stopped_by_signals
+from ragen_pl.ranks.ranks import ranks_end_together
 
 if TYPE_CHECKING:
     from ragen_pl.run.train import TrainedRun

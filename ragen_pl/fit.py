@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ragen_pl.stop_signals import stopped_by_signals
+from ragen_pl.base.stop_signals import stopped_by_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -17,7 +17,7 @@ def main() -> None:
     """Run the job of the command line."""
     with stopped_by_signals(for_good=True):
         from ragen_pl.config import hydra_main
-        from ragen_pl.run.ranks import early_end_heard
+        from ragen_pl.ranks.ranks import early_end_heard
 
         @early_end_heard
         @hydra_main("fit")

@@ -13,7 +13,7 @@ from ragen_pl.config.errors import ConfigError, config_errors
 @hydra_main("page")
 def main(cfg: DictConfig) -> None:
     """Write the page and print its path."""
-    from ragen_pl.foreign_files import is_inside
+    from ragen_pl.base.foreign_files import is_inside
     from ragen_pl.viewing.page import PAGE, write_page
     from ragen_pl.viewing.records import FILE, read_records
 

@@ -9,8 +9,8 @@ from argparse import Namespace
 
 from omegaconf import DictConfig
 
+from ragen_pl.base.machine import collection_paused
 from ragen_pl.config import hydra_main
-from ragen_pl.machine import collection_paused
 
 
 def name_file(args: Namespace) -> list[str]:
@@ -26,7 +26,7 @@ def name_file(args: Namespace) -> list[str]:
 def main(cfg: DictConfig) -> None:
     """Repeat the step and print the norms of each part."""
     with collection_paused():
-        from ragen_pl.run.replaying import replay
+        from ragen_pl.replaying.step import replay
 
     replay(cfg)
 

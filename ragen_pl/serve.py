@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
+from ragen_pl.base.machine import collection_paused
 from ragen_pl.config import hydra_main
 from ragen_pl.evaluation.settings import resolve_settings
-from ragen_pl.machine import collection_paused
 
 
 @hydra_main("serve", prepare=resolve_settings)

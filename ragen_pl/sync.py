@@ -18,7 +18,7 @@ def main(cfg: DictConfig) -> None:
     """Send it and print the result."""
     if cfg.run is None:
         raise ConfigError("run=null: expected a run's folder")
-    from ragen_pl.run.loggers import send_unsent
+    from ragen_pl.tracking.loggers import send_unsent
 
     print(send_unsent(Path(cfg.run).expanduser().absolute(), trusted=cfg.trust))
 

@@ -23,7 +23,7 @@ from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 AGENTS = Path(__file__).parents[1] / "examples" / "agents"
 TASKS = [json.loads(line) for line in (AGENTS / "tasks.jsonl").read_text().splitlines()]
-PROGRAM = "ragen_pl.programs.environment.ProgramEnvironment"
+PROGRAM = "ragen_pl.agent_programs.environment.ProgramEnvironment"
 # text of a prompt, and how many responses the session had before
 Write = Callable[[str, int], str]
 

@@ -56,7 +56,7 @@ def vlm() -> ModelBundle:
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tracking store whose tables exist. MLflow needs seconds to create them."""
-    from ragen_pl.run.mlflow_outbox import client_of_new_store
+    from ragen_pl.tracking.mlflow_outbox import client_of_new_store
 
     file = tmp_path_factory.mktemp("store") / "mlflow.db"
     client_of_new_store(f"sqlite:///{file}").search_experiments()

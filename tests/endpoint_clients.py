@@ -15,10 +15,10 @@ from typing import Any
 
 from PIL import Image
 
-from ragen_pl.serving.chat_response import Answer
-from ragen_pl.serving.errors import RequestError
-from ragen_pl.serving.server import AgentServer
-from ragen_pl.serving.session import Call, Event, EventKind, Session
+from ragen_pl.agent_programs.serving.chat_response import Answer
+from ragen_pl.agent_programs.serving.errors import RequestError
+from ragen_pl.agent_programs.serving.server import AgentServer
+from ragen_pl.agent_programs.serving.session import Call, Event, EventKind, Session
 
 LIMIT_S = 120.0
 CHAT = "/v1/chat/completions"

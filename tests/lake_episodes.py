@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from trajectories import make_request
 
+from ragen_pl.base.seeding import uniforms
 from ragen_pl.data.collate import collate
 from ragen_pl.data.microbatches import split_by_length
 from ragen_pl.engines.in_process.engine import TransformersEngine
@@ -13,7 +14,6 @@ from ragen_pl.models.distribution import draw, log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.seeding import uniforms
 from ragen_pl.trajectory import Observation
 
 ENVIRONMENTS = {"text": "ragen/FrozenLake-v0", "images": "ragen/FrozenLakeVisual-v0"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from small_runs import ROOT, RUN_TESTS, SMALL
 
-from ragen_pl.run.sharded_checkpoint import CheckpointFiles
+from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles
 
 MACHINES = Path(__file__).parent / "machines"
 # exit code of a script that finds its machines not permitted

@@ -24,8 +24,8 @@ FORKS.set_forkserver_preload(
     [
         "ragen_pl.run.train",
         "ragen_pl.run.component_checks",
-        "ragen_pl.run.loggers",
-        "ragen_pl.run.mlflow_outbox",
+        "ragen_pl.tracking.loggers",
+        "ragen_pl.tracking.mlflow_outbox",
         "ragen_pl.evaluation.evaluator",
         "ragen_pl.memory.report",
         "ragen_pl.engines.in_process.engine",

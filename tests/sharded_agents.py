@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ragen_pl.base.distributed import max_over_ranks, own_part, sum_over_ranks, whole
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings
-from ragen_pl.distributed import max_over_ranks, own_part, sum_over_ranks, whole
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import EnginePolicy
 from ragen_pl.models.adapters import choose_trained_weights, merge_adapters

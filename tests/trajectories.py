@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
@@ -14,7 +15,6 @@ from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory, Turn
 
 

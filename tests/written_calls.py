@@ -16,14 +16,14 @@ from families import FAMILIES, read_template
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_parsing
 
-from ragen_pl.prompts.tool_calls.message import (
+from ragen_pl.chat_formats.tool_calls.message import (
     THINK_TAGS,
     THOUGHT_CHANNEL,
     AssistantMessage,
     CallFormat,
     ReasoningTags,
 )
-from ragen_pl.prompts.tool_calls.parsing import parse_message
+from ragen_pl.chat_formats.tool_calls.parsing import parse_message
 
 USER = {"role": "user", "content": "Go on."}
 

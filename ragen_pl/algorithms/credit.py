@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.turns import at_turn_start, nearest_in_turn, turn_ends
 from ragen_pl.algorithms.whitening import AllReduce
-from ragen_pl.run_facts import RunFacts
+from ragen_pl.base.run_facts import RunFacts
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import group_std
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, CountOrZero, NonNegative, PositiveFraction
-from ragen_pl.run_facts import RunFacts
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, CountOrZero, NonNegative, PositiveFraction
+from ragen_pl.base.run_facts import RunFacts
 
 
 class Filter(Protocol):

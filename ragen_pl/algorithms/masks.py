@@ -16,7 +16,7 @@ from torch import Tensor
 from ragen_pl.algorithms.order_statistics import smallest_of_top
 from ragen_pl.algorithms.turns import following_in_turn, nearest_in_turn
 from ragen_pl.algorithms.whitening import AllReduce
-from ragen_pl.checked import needs_trust
+from ragen_pl.base.checked import needs_trust
 from ragen_pl.trajectory import REASONING_SPANS, Span
 
 

@@ -14,8 +14,8 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import FractionBelowOne, Positive
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import FractionBelowOne, Positive
 
 
 class Level(StrEnum):

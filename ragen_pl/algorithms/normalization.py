@@ -19,9 +19,9 @@ from ragen_pl.algorithms.advantages.group import dr_grpo, group_std
 from ragen_pl.algorithms.credit import StandardizationScope
 from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
-from ragen_pl.checked import checked
-from ragen_pl.constraints import CountOrZero, PositiveFraction
-from ragen_pl.run_facts import RunFacts
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import CountOrZero, PositiveFraction
+from ragen_pl.base.run_facts import RunFacts
 
 _EPS = 1e-6
 Scale = tuple[Tensor, Tensor]

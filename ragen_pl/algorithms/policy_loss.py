@@ -13,8 +13,8 @@ from annotated_types import Gt
 from torch import Tensor
 
 from ragen_pl.algorithms.aggregation import Aggregation
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Positive, PositiveFraction, shown
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Positive, PositiveFraction, shown
 
 # keeps exp() finite in float32, as the public implementations do
 LOG_RATIO_LIMIT = 20.0

@@ -19,8 +19,8 @@ from ragen_pl.algorithms.policy_loss import (
     SurrogateLoss,
     clipped_surrogate,
 )
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Positive, PositiveFraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Positive, PositiveFraction
 
 
 def mean_over_response(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:

@@ -16,17 +16,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import CountOrZero, Positive, declared
-from ragen_pl.distributed import (
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import CountOrZero, Positive, declared
+from ragen_pl.base.distributed import (
     StopRequestedError,
     any_over_ranks,
     gather_over_ranks,
 )
+from ragen_pl.base.stop_signals import Stopped, ending, leave_terminal, stopping_signals
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop, is_last_iteration, log_step
 from ragen_pl.modules.agent import AgentModule
-from ragen_pl.stop_signals import Stopped, ending, leave_terminal, stopping_signals
 
 log = logging.getLogger(__name__)
 # the part of the grace period in which an optimizer step under way may be finished

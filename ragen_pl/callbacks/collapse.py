@@ -13,20 +13,20 @@ from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
 
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, CountOrZero, Fraction, declared, shown
+from ragen_pl.base.files import atomic_write
+from ragen_pl.base.json_text import json_text
+from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.callbacks.access import callbacks_of, datamodule_of, mlflow_loggers, run_folder
 from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, CountOrZero, Fraction, declared, shown
 from ragen_pl.data.datamodule import RolloutDataModule
-from ragen_pl.files import atomic_write
-from ragen_pl.json_text import json_text
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import with_frozen
 from ragen_pl.modules.losses import UpdateLoss
-from ragen_pl.run_facts import RunFacts
 from ragen_pl.viewing.plots import EVENTS
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Final
 import lightning.pytorch as pl
 from annotated_types import Ge
 
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, CountOrZero
 from ragen_pl.callbacks.access import mlflow_loggers, rollout_metrics_of
 from ragen_pl.callbacks.reasoning_probe import (
     ReasoningProbe,
@@ -22,8 +24,6 @@ from ragen_pl.callbacks.reasoning_probe import (
     first_thoughts,
     probe_reasoning,
 )
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, CountOrZero
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.metrics.diversity import ResponseDiversity
 from ragen_pl.metrics.rollout import DIAGNOSTICS as ROLLOUT_DIAGNOSTICS

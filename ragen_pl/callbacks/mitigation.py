@@ -9,9 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ragen_pl.algorithms.group_filter import GroupFilter
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import NonNegative, Positive, PositiveFraction
 from ragen_pl.callbacks.access import datamodule_of
-from ragen_pl.checked import checked
-from ragen_pl.constraints import NonNegative, Positive, PositiveFraction
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.losses import UpdateLoss

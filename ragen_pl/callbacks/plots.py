@@ -11,13 +11,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count
+from ragen_pl.base.files import atomic_write, disk_errors_of
+from ragen_pl.base.json_text import json_text
+from ragen_pl.base.machine import resident_memory
 from ragen_pl.callbacks.access import log_files, rollout_metrics_of, run_folder, run_title
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count
-from ragen_pl.files import atomic_write, disk_errors_of
-from ragen_pl.json_text import json_text
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.machine import resident_memory
 from ragen_pl.viewing.plots import FOLDER, ROWS, Row, draw_plots
 
 # Of the rollout and of the validation; `reward/` is the beginning of the names of the reward's parts.

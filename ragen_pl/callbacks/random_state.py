@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from ragen_pl.distributed import gather_over_ranks, rank, world_size
+from ragen_pl.base.distributed import gather_over_ranks, rank, world_size
 
 
 class RandomState(pl.Callback):

@@ -18,9 +18,9 @@ import torch
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
+from ragen_pl.base.distributed import gather_over_ranks, values_of
 from ragen_pl.data.collate import collate
 from ragen_pl.data.microbatches import split_by_tokens
-from ragen_pl.distributed import gather_over_ranks, values_of
 from ragen_pl.models.images import content_key
 from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.trajectory import (

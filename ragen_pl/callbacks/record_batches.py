@@ -6,12 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count
+from ragen_pl.base.seeding import random_state
 from ragen_pl.callbacks.access import run_folder
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.recording import Recordable, minibatches_of_step, present_step, record
-from ragen_pl.seeding import random_state
 
 FOLDER = "batches"
 """Folder in the run's one."""

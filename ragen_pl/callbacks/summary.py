@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from rich.table import Table
 
+from ragen_pl.base.phases import wide_console
 from ragen_pl.callbacks.access import mlflow_loggers, run_folder
 from ragen_pl.metrics.proportions import wilson
-from ragen_pl.phases import wide_console
 
 # Rows of the table: label, metric, number of digits.
 _COLUMNS = (

@@ -10,6 +10,9 @@ import lightning.pytorch as pl
 import numpy as np
 from PIL import Image
 
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, CountOrZero
+from ragen_pl.base.files import disk_errors_of
 from ragen_pl.callbacks.access import (
     KeepsTraces,
     RemovesFiles,
@@ -18,11 +21,8 @@ from ragen_pl.callbacks.access import (
     run_folder,
     run_title,
 )
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, CountOrZero
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.validation import HELD_OUT
-from ragen_pl.files import disk_errors_of
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory

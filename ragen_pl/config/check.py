@@ -14,6 +14,17 @@ from typing import Any, Literal
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from ragen_pl.base.constraints import (
+    Arguments,
+    ArgumentsOf,
+    Open,
+    TextOnly,
+    did_you_mean,
+    options,
+    problem,
+    shown,
+    unwrapped,
+)
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.relations import relation_problems
 from ragen_pl.config.signatures import (
@@ -25,17 +36,6 @@ from ragen_pl.config.signatures import (
     read_signature,
     signature_of,
     type_at,
-)
-from ragen_pl.constraints import (
-    Arguments,
-    ArgumentsOf,
-    Open,
-    TextOnly,
-    did_you_mean,
-    options,
-    problem,
-    shown,
-    unwrapped,
 )
 
 Settings = type_at("ragen_pl.config.schema.Settings")

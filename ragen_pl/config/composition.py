@@ -11,6 +11,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.constraints import did_you_mean, problem
 from ragen_pl.config.check import (
     annotation_at,
     check_config,
@@ -24,7 +25,6 @@ from ragen_pl.config.hydra_errors import missing_key, translated
 from ragen_pl.config.overrides import key_of, overrides_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir, searched
 from ragen_pl.config.relations import unread_overrides
-from ragen_pl.constraints import did_you_mean, problem
 
 log = logging.getLogger(__name__)
 

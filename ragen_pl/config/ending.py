@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from hydra.errors import InstantiationException
 
+from ragen_pl.base.error_text import error_text
 from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation
-from ragen_pl.error_text import error_text
 
 Result = TypeVar("Result")
 

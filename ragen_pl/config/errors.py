@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hydra.errors import InstantiationException
 
-from ragen_pl.error_text import error_text
+from ragen_pl.base.error_text import error_text
 
 
 class ConfigError(ValueError):

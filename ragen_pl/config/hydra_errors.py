@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ragen_pl.base.constraints import did_you_mean
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.constraints import did_you_mean
 
 
 def missing_key(error: Exception) -> str | None:

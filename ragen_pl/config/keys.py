@@ -9,10 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.constraints import expectation, options, shown
 from ragen_pl.config.check import HYDRA, Settings, fields_of_node
 from ragen_pl.config.docstrings import description_of, summary_of
 from ragen_pl.config.signatures import Parameter
-from ragen_pl.constraints import expectation, options, shown
 
 _HEAD = """# Keys
 

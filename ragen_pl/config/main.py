@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from ragen_pl.base.constraints import did_you_mean
 from ragen_pl.config.check import check_config, leaves
 from ragen_pl.config.composition import compose_accepted, compose_overrides
 from ragen_pl.config.ending import or_exit
@@ -30,7 +31,6 @@ from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.overrides import key_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.config.relations import ranks_asked_for, unread_overrides
-from ragen_pl.constraints import did_you_mean
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import ragen_pl
+from ragen_pl.base.former_names import PACKAGES
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.former_names import PACKAGES
 
 
 def config_dir() -> Path:

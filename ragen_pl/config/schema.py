@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge
 
-from ragen_pl.constraints import (
+from ragen_pl.base.constraints import (
     Arguments,
     ArgumentsOf,
     Count,

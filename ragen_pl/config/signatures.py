@@ -1,8 +1,8 @@
 """Signatures of classes and functions, read from their source files by griffe.
 
 Nothing is imported, so a wrong setting is found before torch is. Annotations are evaluated with typing,
-`annotated_types` and `ragen_pl.constraints`; enumerations, type aliases and dataclasses of the module or of its imports
-are read the same way. An annotation that cannot be evaluated accepts everything.
+`annotated_types` and `ragen_pl.base.constraints`; enumerations, type aliases and dataclasses of the module or of its
+imports are read the same way. An annotation that cannot be evaluated accepts everything.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from typing import Any
 import annotated_types
 import griffe
 
-from ragen_pl import constraints
-from ragen_pl.constraints import did_you_mean
+from ragen_pl.base import constraints
+from ragen_pl.base.constraints import did_you_mean
+from ragen_pl.base.former_names import current
 
 _LIGHT = {
     "typing": typing,
     "collections.abc": collections.abc,
     "annotated_types": annotated_types,
-    "ragen_pl.constraints": constraints,
+    "ragen_pl.base.constraints": constraints,
 }
 _BUILTINS = ("bool", "int", "float", "str", "dict", "list", "tuple", "object")
 _TRUST = "needs_trust"
@@ -133,7 +134,7 @@ def class_that_defines(method: str, target: str) -> str | None:
 
 
 def declared_trust(target: str) -> tuple[str, ...] | None:
-    """Return the arguments that a class or function declares as in need of trust; see `ragen_pl.checked.needs_trust`.
+    """Return the arguments that a class or function declares as in need of trust; see `base.checked.needs_trust`.
 
     Nothing is imported. It is None where it declares nothing; bases do not count.
 
@@ -193,6 +194,7 @@ def _is_in_source(annotation: Any) -> bool:
 @functools.cache
 def _module(name: str) -> griffe.Module | None:
     """Return a module's definitions and imports; None if it has no source file."""
+    name = current(name)
     first, *inner = name.split(".")
     try:
         spec = find_spec(first)

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_pl.base.distributed import all_ranks_do, gather_over_ranks, rank, sendable, world_size
+from ragen_pl.base.error_text import error_text
+from ragen_pl.checkpoints.known_pickle import packed, unpacked
+from ragen_pl.checkpoints.rank_states import by_rank
 from ragen_pl.data.settings import IterationsAhead
-from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, sendable, world_size
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.error_text import error_text
-from ragen_pl.known_pickle import packed, unpacked
-from ragen_pl.rank_states import by_rank
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import Progress
 from ragen_pl.trajectory import (

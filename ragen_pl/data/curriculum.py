@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Fraction
-from ragen_pl.distributed import sum_over_ranks
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Fraction
+from ragen_pl.base.distributed import sum_over_ranks
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from ragen_pl.algorithms.group_filter import GroupFilter
-from ragen_pl.checked import checked
+from ragen_pl.base.checked import checked
+from ragen_pl.base.distributed import (
+    all_ranks_do,
+    gather_over_ranks,
+    rank,
+    sum_over_ranks,
+    world_size,
+)
+from ragen_pl.base.seeding import derive_seed
+from ragen_pl.checkpoints.rank_states import RankStatesError, by_rank
 from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
@@ -22,25 +31,16 @@ from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.rollout_module import AsyncRolloutModule, RolloutModule
 from ragen_pl.data.settings import IterationSettings, UpdateSettings
 from ragen_pl.data.validation import ValidationLoader, ValidationSet
-from ragen_pl.distributed import (
-    all_ranks_do,
-    gather_over_ranks,
-    rank,
-    sum_over_ranks,
-    world_size,
-)
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import RolloutEngine, kept_ids_problem, resent_by
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.metrics.failures import FailureStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.rank_states import RankStatesError, by_rank
 from ragen_pl.rewards.shaping import RewardFunction, check_terms
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

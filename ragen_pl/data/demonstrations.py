@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 import torch
 
-from ragen_pl.checked import checked
+from ragen_pl.base.checked import checked
+from ragen_pl.base.distributed import rank, sum_over_ranks, world_size
+from ragen_pl.base.phases import phase
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings, WarmStartSettings
-from ragen_pl.distributed import rank, sum_over_ranks, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.metrics.rollout import RolloutStatistics
-from ragen_pl.phases import phase
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
-from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ragen_pl.distributed import gather_over_ranks, sum_over_ranks
+from ragen_pl.base.distributed import gather_over_ranks, sum_over_ranks
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.rollout.settings import FailureSettings

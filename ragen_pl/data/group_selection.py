@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ragen_pl.algorithms.group_filter import GroupFilter
+from ragen_pl.base.distributed import exchanged, gather_over_ranks, rank, values_of, world_size
 from ragen_pl.data.collate import usable
-from ragen_pl.distributed import exchanged, gather_over_ranks, rank, values_of, world_size
 from ragen_pl.trajectory import Trajectory
 
 Return = Callable[[Trajectory], float]

@@ -10,8 +10,16 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count
+from ragen_pl.base.distributed import (
+    gather_over_ranks,
+    max_over_ranks,
+    rank,
+    sum_over_ranks,
+    world_size,
+)
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import (
     default_buckets,
@@ -20,14 +28,6 @@ from ragen_pl.data.microbatches import (
     split_into,
 )
 from ragen_pl.data.settings import UpdateSettings
-from ragen_pl.distributed import (
-    gather_over_ranks,
-    max_over_ranks,
-    rank,
-    sum_over_ranks,
-    world_size,
-)
-from ragen_pl.seeding import derive_seed
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.distributed import max_over_ranks
+from ragen_pl.base.distributed import max_over_ranks
 
 # fraction of padding below which one more microbatch costs more than it saves
 _LITTLE_PADDING = 0.05

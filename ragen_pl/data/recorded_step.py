@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ragen_pl.base.files import atomic_write
+from ragen_pl.base.tensor_files import load_plain
 from ragen_pl.data.batch import Minibatch
-from ragen_pl.files import atomic_write
-from ragen_pl.tensor_files import load_plain
 
 
 @dataclass(kw_only=True, slots=True)

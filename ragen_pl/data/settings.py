@@ -8,8 +8,8 @@ from typing import Literal
 
 from omegaconf import DictConfig
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, CountOrZero, Fraction, NonNegative, Positive
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, CountOrZero, Fraction, NonNegative, Positive
 
 IterationsAhead = Literal[0, 1]
 """Largest number of updates between the weights that sample a rollout and those that are trained on it."""

@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragen_pl.distributed import rank, world_size
+from ragen_pl.base.distributed import rank, world_size
+from ragen_pl.base.phases import phase
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import RolloutEngine
 from ragen_pl.environments.manager import EpisodeSpec
-from ragen_pl.phases import phase
 from ragen_pl.rollout.endpoint import ChatEndpoint, EndpointResponder
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
-from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

@@ -6,20 +6,20 @@ import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
+from ragen_pl.agent_programs.serving.chat_response import Answer
+from ragen_pl.agent_programs.serving.errors import RequestError
+from ragen_pl.agent_programs.serving.session import Call
+from ragen_pl.chat_formats.messages import Message
 from ragen_pl.deployment.histories import Histories
 from ragen_pl.deployment.sampling import read_sampling
 from ragen_pl.engines.generation_check import GenerationCheck
 from ragen_pl.engines.protocol import Generation, GenerationRequest, RolloutEngine
-from ragen_pl.models.messages import Message
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Conversation
 from ragen_pl.prompts.histories import RecordedCall
 from ragen_pl.prompts.requests import RequestRefusedError
 from ragen_pl.rollout.requests import answer_request, too_long
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.serving.chat_response import Answer
-from ragen_pl.serving.errors import RequestError
-from ragen_pl.serving.session import Call
 from ragen_pl.trajectory import ChatRequest, Observation
 
 log = logging.getLogger(__name__)

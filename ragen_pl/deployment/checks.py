@@ -7,12 +7,12 @@ import socket
 
 from omegaconf import DictConfig
 
-from ragen_pl.access import is_loopback
+from ragen_pl.agent_programs.serving.address import listening_socket
+from ragen_pl.base.access import is_loopback
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.settings import read_settings
 from ragen_pl.deployment.settings import ServeSettings
 from ragen_pl.evaluation.checks import check_source
-from ragen_pl.serving.address import listening_socket
 
 _MIN_KEY = 16
 

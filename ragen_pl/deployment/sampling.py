@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ragen_pl.agent_programs.serving.errors import RequestError, unsupported
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.seeding import derive_seed
-from ragen_pl.serving.errors import RequestError, unsupported
 
 MAX_TEMPERATURE = 2.0
 # below it the most probable token is taken: the logits would overflow

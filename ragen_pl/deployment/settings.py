@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Port
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Port
 
 
 @checked

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import FractionBelowOne
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import FractionBelowOne
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine, generate
 from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.inputs import occluded_inputs, run_decoder, shown_patches

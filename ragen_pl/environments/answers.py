@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ragen_pl.rgb import rgb_array
+from ragen_pl.base.rgb import rgb_array
 from ragen_pl.trajectory import MAX_REWARD, REWARD_PART, ChatRequest, Observation
 
 # of a declared range of rewards, for rounding

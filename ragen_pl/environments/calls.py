@@ -12,11 +12,11 @@ import gymnasium
 from gymnasium.error import Error
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.error_text import error_text
 from ragen_pl.config.errors import ConfigError, in_one_line
 from ragen_pl.environments.manager import CREATION_FACTOR, EnvironmentManager
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.workers import EnvironmentWorkers, TimeLimitExceeded
-from ragen_pl.error_text import error_text
 
 T = TypeVar("T")
 

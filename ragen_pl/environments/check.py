@@ -15,11 +15,11 @@ from gymnasium import spaces
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.machine import only_new_garbage, used_memory
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.environments.calls import EnvironmentCalls, manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
 from ragen_pl.environments.members import EnvironmentMembers
-from ragen_pl.machine import only_new_garbage, used_memory
 from ragen_pl.prompts.parsing import named_actions
 from ragen_pl.trajectory import Observation
 

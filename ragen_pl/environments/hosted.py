@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 import gymnasium
 import numpy as np
 
-from ragen_pl.data_url import data_url
+from ragen_pl.base.data_url import data_url
+from ragen_pl.base.error_text import named_error
 from ragen_pl.environments.answers import AnswerReader
 from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.manager import CREATION_FACTOR
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.process import ProcessEnvironment
 from ragen_pl.environments.workers import EnvironmentWorkers
-from ragen_pl.error_text import named_error
 from ragen_pl.trajectory import FailureCause, Observation
 
 T = TypeVar("T")

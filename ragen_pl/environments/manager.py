@@ -16,18 +16,18 @@ from typing import Annotated, Any, Literal, TypeAlias
 import gymnasium
 from annotated_types import Interval
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, NonNegative
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, NonNegative
+from ragen_pl.base.prompt_formats import PromptFormat, format_instructions
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.environments.answers import AnswerReader
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, SlotReader, TurnResult
 from ragen_pl.environments.workers import EnvironmentWorkers, Outcome
-from ragen_pl.prompt_formats import PromptFormat, format_instructions
 from ragen_pl.prompts.message_format import action_text
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.spatial_relations import judged_statements
-from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import EpisodeStatus, Observation
 
 _MAX_REDRAWS = 200

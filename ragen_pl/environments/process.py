@@ -23,9 +23,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from ragen_pl.base.error_text import error_text, named_error
 from ragen_pl.environments.causes import InfrastructureError, cause_of
 from ragen_pl.environments.classes import environment_class, is_gymnasium_id
-from ragen_pl.error_text import error_text, named_error
 from ragen_pl.trajectory import FailureCause
 
 _END_S = 5.0

@@ -19,9 +19,10 @@ from typing import Any
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from ragen_pl.access import bearer_key, key_digest, refusal
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Port, Positive
+from ragen_pl.base.access import bearer_key, key_digest, refusal
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Port, Positive
+from ragen_pl.base.error_text import named_error
 from ragen_pl.environments.hosted import (
     HostedEnvironment,
     Maker,
@@ -29,7 +30,6 @@ from ragen_pl.environments.hosted import (
     SessionBroken,
     error_message,
 )
-from ragen_pl.error_text import named_error
 
 log = logging.getLogger(__name__)
 KEY = "RAGEN_PL_ENVIRONMENT_KEY"

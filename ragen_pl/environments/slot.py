@@ -8,11 +8,11 @@ from typing import Any
 
 import gymnasium
 
+from ragen_pl.base.error_text import named_error
 from ragen_pl.environments.answers import AnswerReader, Step
 from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.workers import TimeLimitExceeded
-from ragen_pl.error_text import named_error
 from ragen_pl.trajectory import EpisodeStatus, FailureCause, Observation, Relation, Statement
 
 

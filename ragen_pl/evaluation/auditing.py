@@ -27,23 +27,27 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
+from ragen_pl.base.files import atomic_write
+from ragen_pl.base.json_text import json_text
+from ragen_pl.base.phases import phase, wide_console
+from ragen_pl.base.seeding import derive_seed
+from ragen_pl.checkpoints.folder import time_stamped
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import config_dir
+from ragen_pl.config.trust import is_own
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate, usable
 from ragen_pl.data.microbatches import split_for_scoring
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.slot import EpisodeSpec
-from ragen_pl.files import atomic_write
-from ragen_pl.json_text import json_text
+from ragen_pl.evaluation.checkpoints import find_checkpoint, run_settings
 from ragen_pl.modules.credit import assign_credit
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks, token_masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.scorer import Scorer
-from ragen_pl.phases import phase, wide_console
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.attempts import GivenResponse
 from ragen_pl.rollout.proxy import AgentProxy
@@ -58,11 +62,7 @@ from ragen_pl.run.build import (
     device_named,
     plain,
 )
-from ragen_pl.run.checkpoints import find_checkpoint, run_settings
-from ragen_pl.run.folder import time_stamped
-from ragen_pl.run.trust import is_own
 from ragen_pl.run.weights import load_initial_weights
-from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import Trajectory, Turn
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from ragen_pl.environments.calls import check_made
 from ragen_pl.evaluation.mlflow_log import tracked_run
 from ragen_pl.evaluation.validation_sets import validation_settings
 from ragen_pl.run.checks import check_new_folder
-from ragen_pl.run.tracking import check_reachable
+from ragen_pl.tracking.mlflow_run import check_reachable
 
 log = logging.getLogger(__name__)
 

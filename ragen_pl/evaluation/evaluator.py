@@ -14,6 +14,8 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.phases import phase
+from ragen_pl.checkpoints.folder import Run, time_stamped
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.validation import ValidationSet
@@ -32,7 +34,6 @@ from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_s
 from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
 from ragen_pl.metrics.proportions import objective
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.phases import phase
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Context, TextContext
 from ragen_pl.rollout.endpoint import ChatEndpoint
@@ -47,7 +48,6 @@ from ragen_pl.run.build import (
     episode_settings,
     plain,
 )
-from ragen_pl.run.folder import Run, time_stamped
 from ragen_pl.run.weights import load_bundle, load_weights
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.page import PAGE, write_page

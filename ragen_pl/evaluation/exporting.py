@@ -14,9 +14,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.files import whole_folder
+from ragen_pl.base.finite import first_non_finite
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.files import whole_folder
-from ragen_pl.finite import first_non_finite
+from ragen_pl.config.trust import write_settings
+from ragen_pl.evaluation.checkpoints import EXPORTED
 from ragen_pl.models.adapters import (
     base_is_changed,
     has_adapters,
@@ -25,14 +27,12 @@ from ragen_pl.models.adapters import (
 )
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.run.build import plain
-from ragen_pl.run.checkpoints import EXPORTED
-from ragen_pl.run.trust import write_settings
 from ragen_pl.run.weights import load_bundle
 
 log = logging.getLogger(__name__)
 CODE_MODULES = ("configuration", "decoder", "modeling", "vision", "processing")
 PACKAGE = "ragen_pl.models.small_vlm"
-IMPORTED = ("ragen_pl.rgb",)
+IMPORTED = ("ragen_pl.base.rgb",)
 
 # The `auto_map` entries that name the classes, by file and by the key in it ("" for its top level).
 _AUTO_MAPS = {

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ragen_pl.json_text import json_text
-from ragen_pl.phases import wide_console
+from ragen_pl.base.json_text import json_text
+from ragen_pl.base.phases import wide_console
 
 POLICY, BLANK_IMAGES, WARM_START = "policy", "blank images", "warm start"
 """Names in the tables of the trained policy, of the same with blank images, and of its warm start."""

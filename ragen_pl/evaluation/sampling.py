@@ -9,8 +9,8 @@ from typing import Annotated
 from annotated_types import Ge
 from omegaconf import DictConfig
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Note
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Note
 
 
 @checked

@@ -3,7 +3,7 @@
 `resolve_settings` runs before Hydra composes. It finds the checkpoint of `ckpt=` and puts its run's settings
 into Hydra's store as the config `trained`, which `conf/evaluate.yaml` starts from. Every key of the run can be
 overridden as usual, and `env=...` replaces the run's whole environment. What comes from a file of somebody else is
-checked (`ragen_pl.run.trust`).
+checked (`ragen_pl.config.trust`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ragen_pl.checked import checked
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import CountOrZero
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import config_dir, searched
@@ -33,11 +34,10 @@ from ragen_pl.config.references import (
     with_references,
 )
 from ragen_pl.config.settings import keys_of
-from ragen_pl.constraints import CountOrZero
+from ragen_pl.config.trust import check_folder, check_settings, is_own, replaced_by
+from ragen_pl.evaluation.checkpoints import Checkpoint, find_checkpoint
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.run.checkpoints import Checkpoint, find_checkpoint
-from ragen_pl.run.trust import check_folder, check_settings, is_own, replaced_by
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
 _ENGINE, _BASELINES = "rollout/engine", "validation/baselines"

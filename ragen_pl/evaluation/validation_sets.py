@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.constraints import Count
 from ragen_pl.config.settings import keys_of
-from ragen_pl.constraints import Count
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class CollectsTrajectories(Protocol):
         """Play this rank's part of the iteration, fill the buffer and return the trajectories.
 
         `progress(done, total)` is called between turns, and on every rank once at the end of each
-        rollout with `done == total`. It may raise `ragen_pl.distributed.StopRequestedError`, which has to be
+        rollout with `done == total`. It may raise `ragen_pl.base.distributed.StopRequestedError`, which has to be
         raised on all ranks then.
         """
 
@@ -51,7 +51,7 @@ class RolloutCallback(pl.Callback):
         """Run after each turn; `done` of this rank's `total` episodes have ended.
 
         Other ranks are elsewhere in their rollouts, so it may not wait for them. To stop the rollouts of all ranks it
-        raises `ragen_pl.distributed.StopRequestedError`.
+        raises `ragen_pl.base.distributed.StopRequestedError`.
         """
 
     def on_rollout_stopped(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

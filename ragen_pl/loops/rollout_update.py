@@ -28,10 +28,10 @@ from lightning.pytorch.loops.progress import _BatchProgress, _ProcessedTracker
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ragen_pl.distributed import StopRequestedError, own_part, rank, with_part, world_size
+from ragen_pl.base.distributed import StopRequestedError, own_part, rank, with_part, world_size
+from ragen_pl.base.seeding import derive_seed, seeded
+from ragen_pl.checkpoints.rank_states import by_rank
 from ragen_pl.loops.hooks import CollectsTrajectories, RolloutCallback
-from ragen_pl.rank_states import by_rank
-from ragen_pl.seeding import derive_seed, seeded
 
 log = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from ragen_pl.models.images import HELD_BYTES
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.models.norms import fuse_norms
 from ragen_pl.modules.agent import AgentModule
+from ragen_pl.modules.optimizers import OptimizerFactory, fuse
 from ragen_pl.modules.separate_gradients import SeparateGradients
-from ragen_pl.optimizers import OptimizerFactory, fuse
 from ragen_pl.run.build import (
     assemble_agent,
     build_bundle,

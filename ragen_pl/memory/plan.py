@@ -15,10 +15,10 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
+from ragen_pl.base.machine import free_host_memory, gpu_memory
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.engines.protocol import EngineMemory
-from ragen_pl.machine import free_host_memory, gpu_memory
 from ragen_pl.memory.abstract import FakeKernels, config_without_hub
 from ragen_pl.memory.dry_run import (
     CountedEncoder,

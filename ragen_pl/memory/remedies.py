@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.constraints import shown
+from ragen_pl.base.constraints import shown
 from ragen_pl.memory.plan import Counts, MemoryPlan, plan_memory
 from ragen_pl.run.strategy_rules import is_fsdp2
 

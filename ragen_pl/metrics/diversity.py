@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from ragen_pl.distributed import gather_over_ranks, gather_states
+from ragen_pl.base.distributed import gather_over_ranks, gather_states
 from ragen_pl.trajectory import Trajectory
 
 DIAGNOSTICS: Final = (

@@ -12,10 +12,10 @@ from typing import Final
 
 import numpy as np
 
-from ragen_pl.distributed import gather_over_ranks
-from ragen_pl.finite import largest
+from ragen_pl.base.distributed import gather_over_ranks
+from ragen_pl.base.finite import largest
+from ragen_pl.base.prompt_formats import without_plan
 from ragen_pl.metrics.sums import NamedSums, ratio
-from ragen_pl.prompt_formats import without_plan
 from ragen_pl.trajectory import (
     DIFFERENCES,
     JOINED,

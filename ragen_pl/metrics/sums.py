@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from ragen_pl.distributed import gather_states
-from ragen_pl.finite import largest
+from ragen_pl.base.distributed import gather_states
+from ragen_pl.base.finite import largest
 
 
 class NamedSums(Metric):

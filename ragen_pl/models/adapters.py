@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ragen_pl.constraints import Count, Fraction, Positive
+from ragen_pl.base.constraints import Count, Fraction, Positive
 from ragen_pl.models.merging import adapted_layers, check_merging, merged_layer, plain_names
 from ragen_pl.models.settings import NO_PEFT, lora_problem
 from ragen_pl.models.vision_parts import VisionParts, weights_of

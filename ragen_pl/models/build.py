@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from ragen_pl.checked import checked, needs_trust
-from ragen_pl.constraints import Count, Open, Seed, TextOnly
+from ragen_pl.base.checked import checked, needs_trust
+from ragen_pl.base.constraints import Count, Open, Seed, TextOnly
+from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.models.adapters import LoraSettings, choose_trained_weights
 from ragen_pl.models.attention import pack_images
 from ragen_pl.models.bundle import ModelBundle
@@ -29,7 +30,6 @@ from ragen_pl.models.pretrained import (
     sees_images,
 )
 from ragen_pl.models.settings import Attention
-from ragen_pl.prompt_formats import PromptFormat
 
 if TYPE_CHECKING:
     from transformers import (

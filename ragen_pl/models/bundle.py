@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from ragen_pl.models.chat_template import ChatTemplate
+from ragen_pl.chat_formats.chat_template import ChatTemplate
+from ragen_pl.chat_formats.template_source import template_source
+from ragen_pl.chat_formats.tool_template import NoToolsError, ToolTemplate
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.facts import ModelFacts, backbone_of
 from ragen_pl.models.images import ImageEncoder
 from ragen_pl.models.logit_scale import LogitScale
 from ragen_pl.models.norms import fuse_norms
 from ragen_pl.models.processor_inputs import on_device, own_inputs, taken_by, text_inputs
-from ragen_pl.models.template_source import template_source
-from ragen_pl.models.tool_template import NoToolsError, ToolTemplate
 from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:

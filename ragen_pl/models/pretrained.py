@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragen_pl.foreign_files import model_folder_problem
+from ragen_pl.base.foreign_files import model_folder_problem
 from ragen_pl.models.settings import Attention
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from annotated_types import Interval
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.constraints import Count, Positive
+from ragen_pl.base.constraints import Count, Positive
 
 Attention = Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 """Implementations of attention in transformers."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, FractionBelowOne, PositiveFraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, FractionBelowOne, PositiveFraction
 
 # log-prob of an id that is not sampled; finite: 0 · log 0 is then 0 and not NaN in entropies and divergences
 BANNED = -1e30

@@ -18,10 +18,10 @@ from torch import Tensor
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.mismatch import Correction, TruncatedWeights
 from ragen_pl.algorithms.normalization import RewardNormalizer
+from ragen_pl.base.distributed import any_over_ranks, gather_over_ranks, rank
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.data.validation import ValidationChunk
-from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import (
     EngineFactory,
@@ -39,12 +39,12 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.guard import GuardedModule
 from ragen_pl.modules.losses import LossResult, UpdateLoss
 from ragen_pl.modules.masking import Masks
+from ragen_pl.modules.optimizers import MasterWeights, OptimizerFactory, schedule_by_iteration
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import add_scores, check_mismatch, prepare_batch, scores_needed
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.settings import IterationData, OptimizationSettings
 from ragen_pl.modules.sharding import GatheredPolicy, data_mesh, is_sharded, load_engine
-from ragen_pl.optimizers import MasterWeights, OptimizerFactory, schedule_by_iteration
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

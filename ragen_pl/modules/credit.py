@@ -14,9 +14,9 @@ from ragen_pl.algorithms.credit import (
 )
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.algorithms.whitening import whiten
+from ragen_pl.base.distributed import sum_over_ranks
+from ragen_pl.base.finite import class_path, require_finite
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
-from ragen_pl.distributed import sum_over_ranks
-from ragen_pl.finite import class_path, require_finite
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import TokenMasks
 from ragen_pl.modules.policy import TokenScores

@@ -26,9 +26,9 @@ from ragen_pl.modules.forward import (
     sampled_states,
     shared_images,
 )
+from ragen_pl.modules.optimizers import OptimizerFactory, build_optimizer, module_groups
 from ragen_pl.modules.policy import PolicyModule, TokenReadout, TokenScores
 from ragen_pl.modules.sharding import data_mesh, is_sharded, shard
-from ragen_pl.optimizers import OptimizerFactory, build_optimizer, module_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
-from ragen_pl.optimizers import module_name
+from ragen_pl.modules.optimizers import module_name
 
 
 class LeavesEmptySteps(pl.LightningModule):

@@ -16,8 +16,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from ragen_pl.distributed import any_over_ranks, gather_over_ranks, own_part, whole
-from ragen_pl.finite import NonFiniteError, first_non_finite
+from ragen_pl.base.distributed import any_over_ranks, gather_over_ranks, own_part, whole
+from ragen_pl.base.finite import NonFiniteError, first_non_finite
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import AveragedPolicy

@@ -18,13 +18,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count
+from ragen_pl.base.distributed import any_over_ranks, gather_over_ranks, rank, whole, world_size
+from ragen_pl.base.finite import NonFiniteError, largest
+from ragen_pl.base.seeding import random_state
+from ragen_pl.checkpoints.rank_states import by_rank
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
-from ragen_pl.distributed import any_over_ranks, gather_over_ranks, rank, whole, world_size
-from ragen_pl.finite import NonFiniteError, largest
 from ragen_pl.modules.empty_steps import LeavesEmptySteps
 from ragen_pl.modules.optimized import OptimizedModule
+from ragen_pl.modules.optimizers import module_name
 from ragen_pl.modules.recording import (
     UPDATE,
     Finding,
@@ -35,9 +38,6 @@ from ragen_pl.modules.recording import (
     repeat,
 )
 from ragen_pl.modules.separate_gradients import SeparateGradients
-from ragen_pl.optimizers import module_name
-from ragen_pl.rank_states import by_rank
-from ragen_pl.seeding import random_state
 
 FOLDER = "bad_batch"
 """Folder in the run's one for the step that ended it."""

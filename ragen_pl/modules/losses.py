@@ -16,15 +16,15 @@ from ragen_pl.algorithms.masks import all_but_action
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.algorithms.value_loss import value_loss
-from ragen_pl.checked import checked
-from ragen_pl.constraints import NonNegative, Positive
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import NonNegative, Positive
+from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.data.batch import CreditLayout, Minibatch
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
 from ragen_pl.modules.reference import InitialPolicy, Reference, divergence
-from ragen_pl.run_facts import RunFacts
 from ragen_pl.trajectory import Role
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.masks import above_quantile, filled, sampled, top_in_turn
-from ragen_pl.checked import checked
-from ragen_pl.constraints import PositiveFraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import PositiveFraction
+from ragen_pl.base.distributed import sum_over_ranks
+from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
-from ragen_pl.distributed import sum_over_ranks
 from ragen_pl.metrics.importance import ImportanceStatistics
-from ragen_pl.run_facts import RunFacts
 from ragen_pl.trajectory import SAMPLED_SPANS, Span
 
 Mask = Callable[[Tensor, Tensor], Tensor]

@@ -16,12 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ragen_pl.distributed import rank
+from ragen_pl.base.distributed import rank
 from ragen_pl.modules.critic import CriticModule
-from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.modules.recording import Recordable
-from ragen_pl.modules.settings import OptimizationSettings
-from ragen_pl.optimizers import (
+from ragen_pl.modules.optimizers import (
     HIDDEN,
     KERNELS,
     OptimizerFactory,
@@ -33,6 +30,9 @@ from ragen_pl.optimizers import (
     stepping_optimizer,
     trained_groups,
 )
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.recording import Recordable
+from ragen_pl.modules.settings import OptimizationSettings
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from ragen_pl.modules.forward import (
     score_states,
     tokens_per_chunk,
 )
+from ragen_pl.modules.optimizers import OptimizerFactory, build_optimizer, module_groups
 from ragen_pl.modules.sharding import data_mesh, is_sharded, shard
-from ragen_pl.optimizers import OptimizerFactory, build_optimizer, module_groups
 from ragen_pl.trajectory import Span
 
 if TYPE_CHECKING:

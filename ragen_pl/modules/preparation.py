@@ -12,11 +12,11 @@ from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.echo import role_weights
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
+from ragen_pl.base.distributed import rank, sum_over_ranks
+from ragen_pl.base.finite import class_path, require_finite
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
-from ragen_pl.distributed import rank, sum_over_ranks
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.finite import class_path, require_finite
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import TURNS, PreparationStatistics
 from ragen_pl.models.truncation import KeptIds

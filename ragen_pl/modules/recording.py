@@ -14,15 +14,15 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
+from ragen_pl.base.distributed import on_first_rank, rank, world_size
+from ragen_pl.base.files import atomic_write
+from ragen_pl.base.seeding import restore_random_state
+from ragen_pl.base.settings_files import SETTINGS, newest_settings
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.recorded_step import RecordedStep
-from ragen_pl.distributed import on_first_rank, rank, world_size
-from ragen_pl.files import atomic_write
 from ragen_pl.modules.frozen import FINGERPRINTS, SavesTrainedWeights, without_frozen
 from ragen_pl.modules.tracing import StepTrace, trace_step
-from ragen_pl.seeding import restore_random_state
-from ragen_pl.settings_files import SETTINGS, newest_settings
 
 log = logging.getLogger(__name__)
 UPDATE = "update"

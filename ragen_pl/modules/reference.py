@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ragen_pl.algorithms.kl import KLEstimator, kl_estimate
-from ragen_pl.checked import checked
-from ragen_pl.constraints import FractionBelowOne
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import FractionBelowOne
+from ragen_pl.base.distributed import sharded_like, whole
 from ragen_pl.data.batch import Samples
 from ragen_pl.data.settings import UpdateSettings
-from ragen_pl.distributed import sharded_like, whole
 from ragen_pl.models.adapters import (
     adapters_are_new,
     adapters_off,
@@ -27,8 +27,8 @@ from ragen_pl.models.adapters import (
 )
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.forward import Readout
+from ragen_pl.modules.optimizers import LOW_PRECISION
 from ragen_pl.modules.policy import PolicyModule, TokenScores
-from ragen_pl.optimizers import LOW_PRECISION
 
 
 def divergence(

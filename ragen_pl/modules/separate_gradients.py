@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ragen_pl.distributed import sum_over_ranks, world_size
+from ragen_pl.base.distributed import sum_over_ranks, world_size
 
 
 class SeparateGradients:

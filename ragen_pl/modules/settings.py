@@ -9,8 +9,8 @@ from typing import Annotated, Protocol
 from annotated_types import Ge
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Fraction, NonNegative, Note
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Fraction, NonNegative, Note
 from ragen_pl.data.settings import UpdateSettings
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ragen_pl.distributed import own_part
+from ragen_pl.base.distributed import own_part
 
 Inputs = TypeVar("Inputs")
 

@@ -17,16 +17,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ragen_pl.algorithms.value_loss import value_loss
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count
 from ragen_pl.data.batch import Minibatch
 from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.modules.critic import CriticModule, score_together
 from ragen_pl.modules.guard import GuardedModule
+from ragen_pl.modules.optimizers import OptimizerFactory
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.settings import OptimizationSettings
 from ragen_pl.modules.sharding import data_mesh, is_sharded
-from ragen_pl.optimizers import OptimizerFactory
 
 
 class WarmStartModule(GuardedModule):

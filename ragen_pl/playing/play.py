@@ -13,13 +13,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
+from ragen_pl.base.error_text import error_text
+from ragen_pl.base.prompt_formats import format_response
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
 from ragen_pl.environments.manager import EnvironmentSlot, EpisodeSpec
-from ragen_pl.error_text import error_text
 from ragen_pl.playing.film import save_episode
 from ragen_pl.playing.terminal import Screen
-from ragen_pl.prompt_formats import format_response
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.endpoint import EndpointResponder
 from ragen_pl.rollout.proxy import AgentProxy, OnTurn

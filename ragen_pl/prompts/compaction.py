@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from string import Formatter
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count
 from ragen_pl.prompts.conversation import Conversation, Exchange
 
 _FIELDS = {"task", "summary", "observation"}

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from annotated_types import Ge
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Note, TurnTemplate
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Note, TurnTemplate
+from ragen_pl.chat_formats.chat_template import ChatTemplate
+from ragen_pl.chat_formats.messages import History, Message
 from ragen_pl.engines.occlusion import LeaveOut
 from ragen_pl.engines.protocol import Prompt
-from ragen_pl.models.chat_template import ChatTemplate
-from ragen_pl.models.messages import History, Message
 from ragen_pl.prompts.compaction import Compaction
 from ragen_pl.prompts.conversation import (
     Conversation,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ragen_pl.chat_formats.messages import Message
 from ragen_pl.engines.protocol import Prompt
-from ragen_pl.models.messages import Message
 from ragen_pl.trajectory import ChatRequest
 
 

@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragen_pl.models.messages import Message, call_message
+from ragen_pl.chat_formats.messages import Message, call_message
+from ragen_pl.chat_formats.tool_calls.message import THINK_TAGS, AssistantMessage, CallFormat
+from ragen_pl.chat_formats.tool_calls.parsing import parse_message
 from ragen_pl.prompts.parsing import ParsedResponse, named_actions
-from ragen_pl.prompts.tool_calls.message import THINK_TAGS, AssistantMessage, CallFormat
-from ragen_pl.prompts.tool_calls.parsing import parse_message
 
 # of a response; a prompt has a result for each
 MAX_CALLS = 32

@@ -6,18 +6,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragen_pl.models.chat_template import ChatTemplate
-from ragen_pl.models.messages import Message
-from ragen_pl.models.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate
-from ragen_pl.prompts.message_format import MAX_CALLS, MessageFormat, call_of
-from ragen_pl.prompts.tool_calls.message import (
+from ragen_pl.chat_formats.chat_template import ChatTemplate
+from ragen_pl.chat_formats.messages import Message
+from ragen_pl.chat_formats.tool_calls.message import (
     THINK_TAGS,
     THOUGHT_CHANNEL,
     AssistantMessage,
     CallFormat,
     ReasoningTags,
 )
-from ragen_pl.prompts.tool_calls.parsing import parse_message
+from ragen_pl.chat_formats.tool_calls.parsing import parse_message
+from ragen_pl.chat_formats.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate
+from ragen_pl.prompts.message_format import MAX_CALLS, MessageFormat, call_of
 
 # texts in a template's own call by which its format is known
 _FORMATS = (

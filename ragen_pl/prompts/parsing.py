@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen_pl.prompt_formats import ANSWER, BLOCKS, REASONING, THINK, PromptFormat
+from ragen_pl.base.prompt_formats import ANSWER, BLOCKS, REASONING, THINK, PromptFormat
 from ragen_pl.trajectory import Span
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ragen_pl.models.chat_template import ChatTemplate
-from ragen_pl.models.messages import Message, user_message
+from ragen_pl.chat_formats.chat_template import ChatTemplate
+from ragen_pl.chat_formats.messages import Message, user_message
 from ragen_pl.prompts.conversation import Conversation, Exchange
 from ragen_pl.prompts.native import NativeFormat
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ragen_pl.chat_formats.messages import Message
+from ragen_pl.chat_formats.tool_template import ARGUMENT, NoToolsError, first_of
 from ragen_pl.engines.protocol import Prompt
-from ragen_pl.models.messages import Message
-from ragen_pl.models.tool_template import ARGUMENT, NoToolsError, first_of
 from ragen_pl.prompts.conversation import Conversation, Exchange
 from ragen_pl.prompts.encoding import TextEncoder
 from ragen_pl.prompts.histories import RecordedCall, difference, longest

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
-from ragen_pl.prompt_formats import BLOCKS
+from ragen_pl.base.prompt_formats import BLOCKS
 from ragen_pl.trajectory import Relation, Statement
 
 

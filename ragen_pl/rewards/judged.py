@@ -15,8 +15,8 @@ from enum import StrEnum
 from itertools import islice
 from typing import Annotated, Any, Protocol
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Open
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Open
 from ragen_pl.rewards.shaping import Gather
 from ragen_pl.rollout.chat_answers import Answer
 from ragen_pl.rollout.endpoint import ChatEndpoint, Failure, Message

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, CountOrZero, NonNegative
-from ragen_pl.finite import NonFiniteError, class_path
-from ragen_pl.run_facts import RunFacts
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, CountOrZero, NonNegative
+from ragen_pl.base.finite import NonFiniteError, class_path
+from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.trajectory import Span, Trajectory, Turn
 
 # what is larger becomes infinite where returns are added up in float32

@@ -12,12 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import NonNegative, PositiveFraction
-from ragen_pl.prompt_formats import OBSERVATION, PREDICTION
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import NonNegative, PositiveFraction
+from ragen_pl.base.prompt_formats import OBSERVATION, PREDICTION
+from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.prompts.spatial_relations import Claim, Claims, read_claims, true_claims
 from ragen_pl.rewards.shaping import Gather, turns_of
-from ragen_pl.run_facts import RunFacts
 from ragen_pl.trajectory import Relation, Statement, Trajectory
 
 

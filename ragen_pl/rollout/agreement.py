@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ragen_pl.distributed import all_ranks_do, rank, values_of, world_size
+from ragen_pl.base.distributed import all_ranks_do, rank, values_of, world_size
+from ragen_pl.base.seeding import seeded
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import (
     EnginePolicy,
@@ -34,7 +35,6 @@ from ragen_pl.models.truncation import Truncation
 from ragen_pl.models.vision_parts import vision_weights
 from ragen_pl.prompts.check_conversations import CheckedResponse, converse
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle

@@ -23,8 +23,8 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.rollout.chat_answers import Answer, Usage, read_answer, read_tokens
-from ragen_pl.seeding import derive_seed
 
 OPENAI = "https://api.openai.com/v1"
 _MIB = 1024 * 1024

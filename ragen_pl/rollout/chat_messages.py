@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ragen_pl.data_url import data_url
-from ragen_pl.models.messages import owners_of_images
+from ragen_pl.base.data_url import data_url
+from ragen_pl.chat_formats.messages import owners_of_images
 from ragen_pl.prompts.conversation import Conversation, Exchange
 from ragen_pl.prompts.message_format import ApiFormat
 from ragen_pl.trajectory import ChatRequest

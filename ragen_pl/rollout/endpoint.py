@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import (
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import (
     Count,
     CountOrZero,
     Fraction,

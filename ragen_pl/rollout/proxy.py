@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ragen_pl.checked import checked
+from ragen_pl.base.checked import checked
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.manager import (

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ragen_pl.chat_formats.messages import Message, call_message
+from ragen_pl.chat_formats.tool_calls.message import AssistantMessage, ToolCall
 from ragen_pl.engines.protocol import Generation
-from ragen_pl.models.messages import Message, call_message
 from ragen_pl.prompts.message_format import MessageFormat
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.requests import RequestRefusedError
-from ragen_pl.prompts.tool_calls.message import AssistantMessage, ToolCall
 from ragen_pl.trajectory import ChatRequest
 
 

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
+from ragen_pl.base.prompt_formats import PromptFormat
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.generation_check import (
     GenerationCheck,
@@ -30,11 +32,9 @@ from ragen_pl.engines.protocol import (
 )
 from ragen_pl.environments.manager import EnvironmentSlot
 from ragen_pl.models.truncation import Truncation
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Conversation
 from ragen_pl.prompts.parsing import ParsedResponse
-from ragen_pl.seeding import derive_seed
 from ragen_pl.trajectory import ChatRequest, Trajectory
 
 Response = Generation | str | None

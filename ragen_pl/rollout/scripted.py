@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 
+from ragen_pl.base.error_text import error_text
+from ragen_pl.base.prompt_formats import BLOCKS, REASONING, format_response, with_plan
 from ragen_pl.environments.members import EnvironmentMembers
-from ragen_pl.error_text import error_text
-from ragen_pl.prompt_formats import BLOCKS, REASONING, format_response, with_plan
 from ragen_pl.prompts.parsing import named_actions
 from ragen_pl.prompts.spatial_relations import relations_text
 from ragen_pl.rollout.responders import Episode, TextResponder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Fraction, FractionBelowOne, Positive, PositiveFraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Fraction, FractionBelowOne, Positive, PositiveFraction
 from ragen_pl.trajectory import FailureCause
 
 if TYPE_CHECKING:

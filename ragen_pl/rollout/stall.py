@@ -8,9 +8,9 @@ import threading
 import time
 from types import TracebackType
 
-from ragen_pl.distributed import tell_error
+from ragen_pl.base.distributed import tell_error
+from ragen_pl.base.machine import print_stacks
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.machine import print_stacks
 
 # seconds for a run to end by itself; other ranks hear of the error meanwhile
 _END_S = 20.0

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
+from ragen_pl.chat_formats.messages import END_OF_THOUGHT, THINK
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.slot import TurnResult
-from ragen_pl.models.messages import END_OF_THOUGHT, THINK
 from ragen_pl.prompts.compaction import ask_for_summary, begin_anew, is_full, withdraw
 from ragen_pl.prompts.conversation import Context
 from ragen_pl.prompts.parsing import ParsedResponse

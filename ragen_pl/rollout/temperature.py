@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Positive
-from ragen_pl.run_facts import RunFacts
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Positive
+from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.trajectory import Turn
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ragen_pl.chat_formats.messages import Message
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.slot import EnvironmentSlot, TurnResult
-from ragen_pl.models.messages import Message
 from ragen_pl.prompts.conversation import Context, Conversation
 from ragen_pl.prompts.parsing import ParsedResponse, label_tokens, parse_response
 from ragen_pl.rollout.requests import answer_request

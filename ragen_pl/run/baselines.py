@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from ragen_pl.base.phases import phase
 from ragen_pl.config.errors import in_one_line
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import RolloutEngine
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.modules.agent import AgentModule
-from ragen_pl.phases import phase
 from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.trajectory import Trajectory
 

@@ -11,6 +11,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.base.prompt_formats import PromptFormat
+from ragen_pl.base.seeding import seeded
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.datamodule import RolloutDataModule
@@ -27,18 +29,16 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Context
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.proxy import AgentProxy, truncation_of
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
 from ragen_pl.run.start_check import checked_engine_factory, engine_class, engine_factory
-from ragen_pl.seeding import seeded
 
 if TYPE_CHECKING:
+    from ragen_pl.checkpoints.folder import Run
     from ragen_pl.models.bundle import ModelBundle
-    from ragen_pl.run.folder import Run
 
 
 ContextT = TypeVar("ContextT", bound=Context)

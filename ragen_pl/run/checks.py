@@ -9,12 +9,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.machine import collection_paused
+from ragen_pl.checkpoints.checkpoint_check import problem_of
+from ragen_pl.checkpoints.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.environments.check import check_environment
-from ragen_pl.machine import collection_paused
-from ragen_pl.run.checkpoint_check import problem_of
-from ragen_pl.run.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
-from ragen_pl.run.tracking import known_run
+from ragen_pl.tracking.mlflow_run import known_run
 
 log = logging.getLogger(__name__)
 # bytes of three checkpoints of the small model with its optimizer, and of the metrics

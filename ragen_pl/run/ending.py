@@ -5,12 +5,12 @@ from __future__ import annotations
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ragen_pl.base.finite import NonFiniteError
+from ragen_pl.base.stop_signals import Stopped, report
 from ragen_pl.callbacks.summary import resume_hint, run_overrides
-from ragen_pl.finite import NonFiniteError
+from ragen_pl.checkpoints.folder import Run
 from ragen_pl.modules.guard import SkippedStepsError
-from ragen_pl.run import ranks
-from ragen_pl.run.folder import Run
-from ragen_pl.stop_signals import Stopped, report
+from ragen_pl.ranks import ranks
 
 
 def report_stop(error: SystemExit, run: Run) -> object:

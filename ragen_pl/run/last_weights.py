@@ -9,15 +9,15 @@ from typing import cast
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ragen_pl.base.files import atomic_write
+from ragen_pl.base.json_text import json_text
+from ragen_pl.checkpoints.folder import Run
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.protocol import collective_rollout
-from ragen_pl.files import atomic_write
-from ragen_pl.json_text import json_text
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule
-from ragen_pl.run import ranks
+from ragen_pl.ranks import ranks
 from ragen_pl.run.baselines import blank_image_metrics
-from ragen_pl.run.folder import Run
 
 
 class LastWeights(RolloutCallback):

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Note, Positive
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Note, Positive
 
 
 @checked

@@ -15,8 +15,8 @@ import torch
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig
 
+from ragen_pl.base.distributed import all_ranks_do, rank
 from ragen_pl.config.errors import config_errors
-from ragen_pl.distributed import all_ranks_do, rank
 from ragen_pl.engines.protocol import EngineFactory, EnginePolicy, EngineTraits, RolloutEngine
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule

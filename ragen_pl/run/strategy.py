@@ -16,13 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from ragen_pl.config.errors import ConfigError
-from ragen_pl.constraints import Count
-from ragen_pl.distributed import on_first_rank, sharded_like
-from ragen_pl.modules.frozen import without_frozen
-from ragen_pl.modules.sharding import HYBRID
-from ragen_pl.rank_states import folder_of_states, resolved
-from ragen_pl.run.sharded_checkpoint import (
+from ragen_pl.base.constraints import Count
+from ragen_pl.base.distributed import on_first_rank, sharded_like
+from ragen_pl.checkpoints.rank_states import folder_of_states, resolved
+from ragen_pl.checkpoints.sharded_checkpoint import (
     SHARDS,
     folder_for,
     layout_of,
@@ -31,6 +28,9 @@ from ragen_pl.run.sharded_checkpoint import (
     remove_apart,
     save_apart,
 )
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.modules.frozen import without_frozen
+from ragen_pl.modules.sharding import HYBRID
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -40,8 +40,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     or with another strategy.
 
     Args:
-        sharded_checkpoints: Whether every rank writes its own part of a checkpoint (`ragen_pl.run.sharded_checkpoint`).
-            Otherwise a checkpoint is a single file with whole tensors, gathered in the memory of the first rank's host.
+        sharded_checkpoints: Whether every rank writes its own part of a checkpoint
+            (`ragen_pl.checkpoints.sharded_checkpoint`). Otherwise a checkpoint is a single file with whole tensors,
+            gathered in the memory of the first rank's host.
         shard_size: Number of neighboring ranks that share one copy of the state, such as the GPUs of a machine. It
             divides the number of ranks, and gradients are averaged over the copies. None for one copy on all ranks.
         process_group_backend: Backend of torch.distributed; None for NCCL on GPUs and Gloo on CPUs.

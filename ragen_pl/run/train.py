@@ -21,28 +21,37 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
+from ragen_pl.base.distributed import errors_told, on_first_rank
+from ragen_pl.base.error_text import error_text
+from ragen_pl.base.files import atomic_write
+from ragen_pl.base.finite import NonFiniteError
+from ragen_pl.base.seeding import seeded
+from ragen_pl.base.stop_signals import Stopped, ending
 from ragen_pl.callbacks.checkpoint import RunCheckpoint
 from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
+from ragen_pl.checkpoints.checkpoint_check import problem_of
+from ragen_pl.checkpoints.folder import Run, configured_run, is_launched, sharing_with_children
+from ragen_pl.checkpoints.lock import hold
+from ragen_pl.checkpoints.rank_states import RankStatesError
+from ragen_pl.checkpoints.sharded_checkpoint import remove_leftovers, write_tensors
+from ragen_pl.checkpoints.starts import counted_start
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
+from ragen_pl.config.start_settings import keep_settings
+from ragen_pl.config.trust import check_folder, is_own
 from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
-from ragen_pl.distributed import errors_told, on_first_rank
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.error_text import error_text
-from ragen_pl.files import atomic_write
-from ragen_pl.finite import NonFiniteError
-from ragen_pl.lock import hold
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.metrics.proportions import objective
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded
-from ragen_pl.rank_states import RankStatesError
-from ragen_pl.run import ranks
+from ragen_pl.ranks import ranks
+from ragen_pl.ranks.same_run import beginning_of, config_digest, config_digests
 from ragen_pl.run.baselines import baseline_metrics, warn_of_garbage
 from ragen_pl.run.build import (
     RunComponents,
@@ -57,23 +66,14 @@ from ragen_pl.run.build import (
     plain,
     with_words,
 )
-from ragen_pl.run.checkpoint_check import problem_of
 from ragen_pl.run.checks import check_space
 from ragen_pl.run.ending import end_of_non_finite, how_to_go_on, report_stop
-from ragen_pl.run.folder import Run, configured_run, is_launched, sharing_with_children
 from ragen_pl.run.last_weights import LastWeights, write_metrics
 from ragen_pl.run.reports import report_accelerator, report_template, report_views
-from ragen_pl.run.same_run import beginning_of, config_digest, config_digests
-from ragen_pl.run.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.run.start_check import TrainerCheck, check_images
-from ragen_pl.run.start_settings import keep_settings
-from ragen_pl.run.starts import counted_start
-from ragen_pl.run.tracking import check_address
 from ragen_pl.run.trainer import LIMITS, build_trainer
-from ragen_pl.run.trust import check_folder, is_own
 from ragen_pl.run.weights import check_resumable, load_initial_weights
-from ragen_pl.seeding import seeded
-from ragen_pl.stop_signals import Stopped, ending
+from ragen_pl.tracking.mlflow_run import check_address
 
 log = logging.getLogger(__name__)
 

@@ -22,16 +22,16 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ragen_pl.base.stop_signals import Stopped, ending, forward_to
+from ragen_pl.checkpoints.rank_states import rank_states_in
+from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles, folder_for, remove_apart
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.settings import keys_of
-from ragen_pl.rank_states import rank_states_in
-from ragen_pl.run import ranks
+from ragen_pl.ranks import ranks
+from ragen_pl.ranks.phase_limits import PhaseLimits
 from ragen_pl.run.build import choose_accelerator
-from ragen_pl.run.phase_limits import PhaseLimits
 from ragen_pl.run.settings import LimitSettings
-from ragen_pl.run.sharded_checkpoint import CheckpointFiles, folder_for, remove_apart
 from ragen_pl.run.strategy import FSDP2Strategy
-from ragen_pl.stop_signals import Stopped, ending, forward_to
 
 LIMITS = keys_of(LimitSettings)
 """Keys of the config's `trainer` that are no arguments of Lightning's Trainer."""
@@ -115,7 +115,7 @@ class _OwnCheckpoints(_CheckpointConnector):
 
 
 class _OwnSignals(_SignalConnector):
-    """Leaves the signals to `ragen_pl.stop_signals` and `StopSignals`, and restores the handlers after training.
+    """Leaves the signals to `ragen_pl.base.stop_signals` and `StopSignals`, and restores the handlers after training.
 
     Lightning's handler of SIGTERM would wait for the other ranks, which may have got none.
     """

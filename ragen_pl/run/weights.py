@@ -12,8 +12,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from ragen_pl.base.settings_files import newest_settings
+from ragen_pl.base.tensor_files import NoLargerThan, TooLargeError, load_plain
+from ragen_pl.checkpoints.checkpoint_check import changed_entry
+from ragen_pl.checkpoints.sharded_checkpoint import non_finite_entry, read_apart
 from ragen_pl.config.check import leaves
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.trust import is_own
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import (
     FINGERPRINTS,
@@ -26,11 +31,6 @@ from ragen_pl.modules.frozen import (
 from ragen_pl.modules.optimized import OptimizedModule, resume_problem
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.build import build_bundle
-from ragen_pl.run.checkpoint_check import changed_entry
-from ragen_pl.run.sharded_checkpoint import non_finite_entry, read_apart
-from ragen_pl.run.trust import is_own
-from ragen_pl.settings_files import newest_settings
-from ragen_pl.tensor_files import NoLargerThan, TooLargeError, load_plain
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ragen_pl.files import atomic_write
+from ragen_pl.base.files import atomic_write
 from ragen_pl.trajectory import EpisodeStatus, Span
 from ragen_pl.viewing.records import read_image, sample_groups
 

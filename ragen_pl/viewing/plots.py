@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragen_pl.files import atomic_write
+from ragen_pl.base.files import atomic_write
 from ragen_pl.metrics.proportions import wilson
 
 if TYPE_CHECKING:

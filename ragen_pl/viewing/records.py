@@ -20,9 +20,9 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from ragen_pl.files import atomic_write, disk_errors_of
-from ragen_pl.foreign_files import plain_json
-from ragen_pl.json_text import json_text
+from ragen_pl.base.files import atomic_write, disk_errors_of
+from ragen_pl.base.foreign_files import plain_json
+from ragen_pl.base.json_text import json_text
 from ragen_pl.trajectory import Trajectory, Turn
 
 SCHEMA = 2

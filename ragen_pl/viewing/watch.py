@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from ragen_pl.access import refusal
+from ragen_pl.base.access import refusal
 from ragen_pl.viewing.page import filled, json_for_script, script_of, text_of
 from ragen_pl.viewing.run_files import (
     differences,

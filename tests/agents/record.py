@@ -17,8 +17,8 @@ import aiohttp
 from agent_cases import CASES, REQUESTS
 from aiohttp import web
 
-from ragen_pl.programs.environment import shared_server
-from ragen_pl.serving.server import LOOPBACK
+from ragen_pl.agent_programs.environment import shared_server
+from ragen_pl.agent_programs.serving.server import LOOPBACK
 
 # no key, no machine
 KEPT = ("accept", "content-type", "user-agent", "x-stainless-retry-count")

@@ -8,7 +8,7 @@ import sys
 import pytest
 from agent_programs import AGENTS, check_record, play_program
 
-from ragen_pl.programs.environment import ProgramEnvironment
+from ragen_pl.agent_programs.environment import ProgramEnvironment
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

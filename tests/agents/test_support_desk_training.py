@@ -12,7 +12,7 @@ from agent_programs import AGENTS
 from module_process import run_module
 from small_runs import ROOT, RUN_TESTS
 
-from ragen_pl.run.sharded_checkpoint import CheckpointFiles
+from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles
 
 # a run of two takes minutes where the machine is busy
 LIMIT_S = 900

@@ -161,7 +161,7 @@ def test_trajectories_are_kept_with_images(tmp_path: Path) -> None:
 def test_trajectories_are_mlflow_artifacts(tmp_path: Path, empty_store: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    from ragen_pl.run.loggers import RunLogger
+    from ragen_pl.tracking.loggers import RunLogger
 
     uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
     logger = RunLogger(run_dir=str(tmp_path), uri=uri)
@@ -176,7 +176,7 @@ def test_trajectories_of_some_iterations_stay_here_and_in_mlflow(
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    from ragen_pl.run.loggers import RunLogger
+    from ragen_pl.tracking.loggers import RunLogger
 
     uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
     logger = RunLogger(run_dir=str(tmp_path), uri=uri)
@@ -206,7 +206,7 @@ def test_what_stays_does_not_depend_on_when_the_others_are_removed() -> None:
 def test_some_episodes_are_mlflow_traces(tmp_path: Path, empty_store: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    from ragen_pl.run.loggers import RunLogger
+    from ragen_pl.tracking.loggers import RunLogger
 
     uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
     logger = RunLogger(run_dir=str(tmp_path), uri=uri)

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.constraints import Count, Fraction, Positive, problem, validated
 from ragen_pl.config import ConfigError, check_config, check_packages, config_dir
 from ragen_pl.config.check import fields_of_target, leaves
-from ragen_pl.constraints import Count, Fraction, Positive, problem, validated
 
 EVALUATION = ("endpoint", "validation_sets")  # groups of evaluate.yaml, not of fit.yaml
 

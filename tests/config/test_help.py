@@ -11,10 +11,10 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from ragen_pl import submit
 from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.config.check import leaves
 from ragen_pl.evaluation.settings import resolve_evaluation
+from ragen_pl.slurm import submit
 
 COMMANDS = ("fit", "evaluate", "play", "export", "serve")
 

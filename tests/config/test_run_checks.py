@@ -27,7 +27,7 @@ def config(root: Path, **changes: object) -> DictConfig:
             "env": {"name": "lake", "target": FROZEN_LAKE, "kwargs": {"size": 4}},
             "paths": {"root": str(root), "run_dir": None},
             "ckpt_path": None,
-            "logger": {"_target_": "ragen_pl.run.loggers.RunLogger"},
+            "logger": {"_target_": "ragen_pl.tracking.loggers.RunLogger"},
             **changes,
         }
     )

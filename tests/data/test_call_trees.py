@@ -18,10 +18,10 @@ from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.advantages.turn_baseline import TurnLeaveOneOut
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import ByGroup, RewardNormalizer
+from ragen_pl.checkpoints.known_pickle import packed, unpacked
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate, usable
 from ragen_pl.data.demonstrations import set_discounted_returns
-from ragen_pl.known_pickle import packed, unpacked
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, token_masks
 from ragen_pl.trajectory import Observation, Trajectory, Turn

@@ -11,12 +11,12 @@ from composing import composed
 from small_lakes import proxy_of
 
 import envs  # noqa: F401 - registers the environments
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec, is_held_out
-from ragen_pl.seeding import derive_seed
 
 # ---- validation sets
 

@@ -4,9 +4,9 @@ import pytest
 from rollout_fixtures import lively
 from tiny_models import TEXT
 
+from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.prompt_formats import PromptFormat
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,13 @@ import pytest
 from endpoint_clients import HELLO, hang_up, post, send, until
 from rollout_fixtures import TextEngine
 
+from ragen_pl.agent_programs.serving.server import AgentServer
+from ragen_pl.agent_programs.serving.session import Event, EventKind, Session, SessionLimits
 from ragen_pl.deployment.answering import PolicyAnswers
 from ragen_pl.deployment.histories import Histories
 from ragen_pl.deployment.serving import answer_events
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.serving.server import AgentServer
-from ragen_pl.serving.session import Event, EventKind, Session, SessionLimits
 
 
 class Served:

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from ragen_pl.agent_programs.serving.errors import RequestError
 from ragen_pl.deployment.sampling import read_sampling
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.serving.errors import RequestError
 
 RUN = EpisodeSettings(temperature=0.7, top_p=0.9, top_k=40)
 

@@ -19,12 +19,12 @@ from module_process import start_module
 from program_client import CLIENT
 from small_runs import free_port
 
+from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.deployment.checks import check_serve
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
@@ -66,7 +66,7 @@ def trained(folder, tmp_path_factory) -> list[str]:
     cfg = evaluation_config(f"ckpt={folder}", *OVERRIDES, "env.max_turns=5", command="serve")
     bundle = load_bundle(cfg)
     manager = EnvironmentManager(
-        target="ragen_pl.programs.environment.ProgramEnvironment",
+        target="ragen_pl.agent_programs.environment.ProgramEnvironment",
         kwargs={"command": [sys.executable, "-S", str(file)]},
         prompt_format=PromptFormat.NATIVE,
         timeout_s=None,

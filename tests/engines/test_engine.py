@@ -9,12 +9,12 @@ import torch
 from lake_episodes import draws_of, gap, prompt_of, proxy_of, replay, scored, words
 from trajectories import make_request, roll_out, starts
 
+from ragen_pl.base.seeding import derive_seed, uniforms
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import generate
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.seeding import derive_seed, uniforms
 
 
 def same(first, second) -> None:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import envs  # noqa: F401 - registers the environments
 from envs.policies import OptimalPolicy
+from ragen_pl.chat_formats.messages import user_message
 from ragen_pl.data.conversations import conversation_batch
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.messages import user_message
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder

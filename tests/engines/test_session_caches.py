@@ -15,6 +15,7 @@ from lake_episodes import (
 )
 from trajectories import make_request, roll_out, starts
 
+from ragen_pl.base.seeding import derive_seed, uniforms
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
@@ -22,7 +23,6 @@ from ragen_pl.engines.protocol import generate
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.seeding import derive_seed, uniforms
 
 
 def test_images_of_later_turns_fill_their_own_slots(vlm):

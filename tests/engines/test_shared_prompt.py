@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.seeding import derive_seed
 
 RULES = "walk to the goal and do not fall into a hole on the way up down left or right " * 2
 

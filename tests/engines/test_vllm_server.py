@@ -100,7 +100,7 @@ def test_weights_are_removed_at_the_end(start, connect, tmp_path) -> None:
 
 def test_weights_of_a_killed_run_are_removed_by_the_next_one(start, connect, tmp_path) -> None:
     code = (
-        "import os, signal, sys; from ragen_pl.files import OwnFolder; "
+        "import os, signal, sys; from ragen_pl.base.files import OwnFolder; "
         "folder = OwnFolder('ragen_weights_', place=sys.argv[1]); "
         "(folder.path / 'model.safetensors').write_bytes(b'0'); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -118,7 +118,7 @@ def test_weights_of_a_killed_run_are_removed_by_the_next_one(start, connect, tmp
 
 def test_weights_are_removed_when_the_process_ends_with_an_error(tmp_path) -> None:
     code = (
-        "import sys; from ragen_pl.files import OwnFolder; "
+        "import sys; from ragen_pl.base.files import OwnFolder; "
         "folder = OwnFolder('ragen_weights_', place=sys.argv[1]); "
         "(folder.path / 'model.safetensors').write_bytes(b'0'); raise SystemExit(3)"
     )

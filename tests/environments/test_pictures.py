@@ -13,10 +13,10 @@ from PIL import Image, ImageDraw
 
 from envs.adapters.openenv_members import image_of
 from envs.adapters.pictures import on_white
+from ragen_pl.agent_programs.serving.images import ImageReader
+from ragen_pl.base.rgb import rgb_array
 from ragen_pl.environments.answers import AnswerReader
 from ragen_pl.models.small_vlm.processing import SmallVLMImageProcessor
-from ragen_pl.rgb import rgb_array
-from ragen_pl.serving.images import ImageReader
 
 
 def lines(mode: str) -> Image.Image:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from ragen_pl.config import trust
 from ragen_pl.evaluation.mlflow_log import tracked_run
-from ragen_pl.run import trust
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,7 +68,7 @@ def commands(
 
 def sharded(run: Path) -> Path:
     """Turn a run's last checkpoint into a sharded one and return the folder of its tensors."""
-    from ragen_pl.run.sharded_checkpoint import folder_for, save_apart
+    from ragen_pl.checkpoints.sharded_checkpoint import folder_for, save_apart
 
     last = run / "checkpoints" / "last.ckpt"
     saved = torch.load(last)
@@ -133,7 +133,7 @@ CODE = [
     ("env.kwargs.size", "${oc.env:HOME}", "env.kwargs.size=${oc.env:HOME}: refers to another value"),
     ("model.build._target_", "mine.build", "model.build._target_=mine.build"),
     ("model.build._target_", "hydra.utils.instantiate", "model.build._target_=hydra.utils.instantiate"),
-    ("model.build._target_", "ragen_pl.run.sharded_checkpoint.shutil.rmtree", "model.build._target_=ragen_pl"),
+    ("model.build._target_", "ragen_pl.checkpoints.sharded_checkpoint.shutil.rmtree", "model.build._target_=ragen_pl"),
     ("model.build.text", {"a": {"_target_": "mine.build", "_partial_": True}}, "model.build.text.a._target_=mine"),
     ("model.build.text", {"a": [{"_target_": ["mine"]}]}, "model.build.text.a.0._target_="),
     ("validation.baselines", {"b": {"_target_": "mine.Player"}}, "validation.baselines.b._target_=mine.Player"),

@@ -19,16 +19,15 @@ import yaml
 from composing import composed, resolved
 from omegaconf import OmegaConf
 
-from ragen_pl.config import ConfigError, config_dir
+from ragen_pl.checkpoints.folder import Run
+from ragen_pl.config import ConfigError, config_dir, trust
 from ragen_pl.config.check import class_path
 from ragen_pl.config.signatures import declared_trust, read_signature
-from ragen_pl.run import trust
-from ragen_pl.run.folder import Run
-from ragen_pl.run.loggers import RunLogger
-from ragen_pl.run.outbox import RefusedError
-from ragen_pl.run.replaying import read_settings
-from ragen_pl.run.tracking import write_run_file
+from ragen_pl.replaying.step import read_settings
 from ragen_pl.run.train import open_run
+from ragen_pl.tracking.loggers import RunLogger
+from ragen_pl.tracking.mlflow_run import write_run_file
+from ragen_pl.tracking.outbox import RefusedError
 
 pytestmark = pytest.mark.usefixtures("composed_once")
 # arguments that name what is started, imported, opened or asked, of whatever class
@@ -154,9 +153,9 @@ def places(name: str, path: str) -> Iterator[dict[str, Any]]:
     """Yield changes of a run's config with hostile settings of a class, in each place that may name it."""
     holders = itertools.cycle(["model__build", "validation__baselines", "rollout__engine"])
     for arguments in hostile(declared_trust(path) or ()):
-        if path.startswith(("ragen_pl.envs.", "ragen_pl.visual_envs.", "ragen_pl.programs.")):
+        if path.startswith(("ragen_pl.envs.", "ragen_pl.visual_envs.", "ragen_pl.agent_programs.")):
             yield {"env__target": name, "env__kwargs": arguments}
-            if path.startswith("ragen_pl.programs."):
+            if path.startswith("ragen_pl.agent_programs."):
                 # keys that those of the class refer to
                 yield {"env__target": name, "env__kwargs": {}} | {
                     f"env__{key}": value for key, value in arguments.items()
@@ -182,7 +181,7 @@ def test_hostile_settings_of_every_shipped_class_are_refused(name, tmp_path):
                 read_settings(folder / "config.yaml", trusted=False)
 
 
-PROGRAM = "ragen_pl.programs.environment.ProgramEnvironment"
+PROGRAM = "ragen_pl.agent_programs.environment.ProgramEnvironment"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -340,7 +339,7 @@ def test_a_resumed_run_sends_nothing_where_a_folder_says(run, listener):
 
 
 def test_links_are_never_sent(run, tmp_path):
-    from ragen_pl.run.mlflow_outbox import MlflowSender
+    from ragen_pl.tracking.mlflow_outbox import MlflowSender
 
     secret = tmp_path / "secret"
     secret.write_text("secret")

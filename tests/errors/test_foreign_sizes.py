@@ -19,15 +19,15 @@ import torch
 from composing import composed, evaluation_config
 from omegaconf import OmegaConf
 
+from ragen_pl.base.foreign_files import model_folder_problem
+from ragen_pl.base.tensor_files import load_plain
+from ragen_pl.checkpoints.checkpoint_check import problem_of
+from ragen_pl.checkpoints.sharded_checkpoint import folder_for, read_apart, save_apart
 from ragen_pl.config import ConfigError
 from ragen_pl.data.recorded_step import RecordedStep
-from ragen_pl.foreign_files import model_folder_problem
+from ragen_pl.replaying.step import Recorded, build_module
 from ragen_pl.run.build import build_bundle
-from ragen_pl.run.checkpoint_check import problem_of
-from ragen_pl.run.replaying import Recorded, build_module
-from ragen_pl.run.sharded_checkpoint import folder_for, read_apart, save_apart
 from ragen_pl.run.weights import load_bundle, read_checkpoint
-from ragen_pl.tensor_files import load_plain
 
 MIB = 1 << 20
 

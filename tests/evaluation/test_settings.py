@@ -20,16 +20,16 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.config import ConfigError
 from ragen_pl.config.settings import keys_of
 from ragen_pl.config.settings import read_settings as read_node
+from ragen_pl.config.trust import write_settings
+from ragen_pl.evaluation.checkpoints import find_checkpoint
 from ragen_pl.evaluation.checks import check_evaluation, check_export
 from ragen_pl.evaluation.sampling import SamplingSettings
 from ragen_pl.evaluation.settings import resolve_settings
 from ragen_pl.evaluation.validation_sets import validation_settings
+from ragen_pl.replaying.step import read_settings
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.rollout.temperature import AdaptiveTemperature
 from ragen_pl.run.build import episode_settings
-from ragen_pl.run.checkpoints import find_checkpoint
-from ragen_pl.run.replaying import read_settings
-from ragen_pl.run.trust import write_settings
 
 RUN_ID = "12345678901234567890123456789012"  # of digits only: a number to Hydra
 

@@ -10,15 +10,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from ragen_pl.base.constraints import declared_names
 from ragen_pl.callbacks.collapse import Alarm, CollapseMonitor
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
-from ragen_pl.constraints import declared_names
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
-from ragen_pl.run.loggers import RunLogger
+from ragen_pl.tracking.loggers import RunLogger
 
 FORMAT = {"format": Alarm(diagnostic="valid_actions", below=0.05)}
 

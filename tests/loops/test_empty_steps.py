@@ -20,8 +20,8 @@ from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.masking import Masks
+from ragen_pl.modules.optimizers import module_name
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.optimizers import module_name
 
 GROUPS = ("policy", "critic")
 QUIET = {

@@ -14,9 +14,9 @@ from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer, Running
 from ragen_pl.callbacks.record_batches import RecordBatches
+from ragen_pl.checkpoints.rank_states import RankStatesError
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.reference import MovingAverage
-from ragen_pl.rank_states import RankStatesError
 from ragen_pl.rewards.shaping import WeightTerms
 
 Choice = Callable[[list[Path]], list[Path]]

@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.modules.muon import MuonAdamW
 from ragen_pl.modules.optimized import RECORD
+from ragen_pl.modules.optimizers import MasterWeights, module_name
 from ragen_pl.modules.settings import OptimizationSettings
-from ragen_pl.muon import MuonAdamW
-from ragen_pl.optimizers import MasterWeights, module_name
 from ragen_pl.run.weights import check_resumable
 
 QUIET = {

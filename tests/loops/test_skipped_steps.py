@@ -15,16 +15,16 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from envs.policies import NoisyPolicy
+from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.data.demonstrations import DemonstrationDataModule
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.environments.manager import EnvironmentManager
-from ragen_pl.finite import NonFiniteError
 from ragen_pl.modules.guard import SkippedSteps, SkippedStepsError
+from ragen_pl.modules.optimizers import OptimizerFactory
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import MovingAverage
 from ragen_pl.modules.warm_start import WarmStartModule
-from ragen_pl.optimizers import OptimizerFactory
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 

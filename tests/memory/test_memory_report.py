@@ -11,8 +11,8 @@ from memory_plans import HALF, LOADED, ONE_PASS, TEXT, on_cpu
 from omegaconf import DictConfig
 from rich.console import Console
 
+from ragen_pl.base.machine import GPUMemory, gpu_memory
 from ragen_pl.config import ConfigError
-from ragen_pl.machine import GPUMemory, gpu_memory
 from ragen_pl.memory import dry_run
 from ragen_pl.memory import plan as memory_plan
 from ragen_pl.memory.dry_run import is_for_gpu

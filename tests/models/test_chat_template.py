@@ -13,11 +13,11 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import chat_template_utils
 
+from ragen_pl.base.prompt_formats import PromptFormat
+from ragen_pl.chat_formats.chat_template import ChatTemplate
+from ragen_pl.chat_formats.messages import History, user_message
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.chat_template import ChatTemplate
-from ragen_pl.models.messages import History, user_message
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.parsing import parse_response
 from ragen_pl.trajectory import Observation

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragen_pl.base.prompt_formats import PromptFormat, format_response
 from ragen_pl.models.small_vlm import tokenizer as module
-from ragen_pl.prompt_formats import PromptFormat, format_response
 
 TOKENIZER = module.load_tokenizer()
 

@@ -17,9 +17,9 @@ from ragen_pl.algorithms.advantages.turn_baseline import TurnLeaveOneOut
 from ragen_pl.algorithms.credit import Estimator, broadcast
 from ragen_pl.algorithms.masks import until_action
 from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer
+from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate
-from ragen_pl.finite import NonFiniteError
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, token_masks

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ragen_pl import muon
 from ragen_pl.models.build import build_small_vlm
-from ragen_pl.muon import MuonAdamW, hidden_matrices, orthogonalized
-from ragen_pl.optimizers import build_optimizer, module_groups, schedule_by_iteration
+from ragen_pl.modules import muon
+from ragen_pl.modules.muon import MuonAdamW, hidden_matrices, orthogonalized
+from ragen_pl.modules.optimizers import build_optimizer, module_groups, schedule_by_iteration
 
 MUON = partial(MuonAdamW, lr=1e-2)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ragen_pl.muon import MuonAdamW
-from ragen_pl.optimizers import MasterWeights, build_optimizer, fuse, module_groups
+from ragen_pl.modules.muon import MuonAdamW
+from ragen_pl.modules.optimizers import MasterWeights, build_optimizer, fuse, module_groups
 
 RATE = 1e-6
 ADAMW = partial(torch.optim.AdamW, lr=RATE, weight_decay=0.0)

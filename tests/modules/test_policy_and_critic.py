@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from ragen_pl.data.conversations import conversation_batch
 from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.muon import MuonAdamW
 from ragen_pl.modules.policy import PolicyModule, TokenReadout
 from ragen_pl.modules.warm_start import WarmStartModule
-from ragen_pl.muon import MuonAdamW
 from ragen_pl.prompts.context import ContextManager
 
 FAST = functools.partial(torch.optim.AdamW, lr=3e-3)

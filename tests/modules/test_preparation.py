@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ragen_pl.algorithms.masks import all_text
+from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.finite import NonFiniteError
 from ragen_pl.modules import scorer
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Masks

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from module_process import run_two_ranks
 from omegaconf import OmegaConf
 
+from ragen_pl.base.distributed import max_over_ranks, sum_over_ranks
 from ragen_pl.config import ConfigError
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings
-from ragen_pl.distributed import max_over_ranks, sum_over_ranks
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks

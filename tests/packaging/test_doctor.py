@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ragen_pl import doctor
-from ragen_pl.machine import free_host_memory
+from ragen_pl.base.machine import free_host_memory
+from ragen_pl.installation import doctor
 
 
 def report(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:

@@ -21,8 +21,8 @@ from documents import PAGES, ROOT, blocks, commands, has_value, write_files
 from module_process import run_module
 from omegaconf import OmegaConf
 
+from ragen_pl.checkpoints.lock import one_at_a_time
 from ragen_pl.config.composition import compose_accepted
-from ragen_pl.lock import one_at_a_time
 
 LIMIT_S = 3600
 # Pages whose commands train for minutes.

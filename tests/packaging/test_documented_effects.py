@@ -21,6 +21,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.agent_programs.tasks import load_tasks
 from ragen_pl.config import config_dir
 from ragen_pl.config.composition import compose_accepted, group_names
 from ragen_pl.config.main import combinations, options_first
@@ -28,7 +29,6 @@ from ragen_pl.config.overrides import key_of
 from ragen_pl.config.references import Place, references_of_environment
 from ragen_pl.config.relations import unread_overrides
 from ragen_pl.evaluation.settings import resolve_settings
-from ragen_pl.programs.tasks import load_tasks
 
 OF_A_RUN = ("evaluate", "play", "serve", "export")
 COMPOSED = ("fit", *OF_A_RUN)

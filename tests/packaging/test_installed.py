@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ragen_pl.machine import collection_paused
+from ragen_pl.base.machine import collection_paused
 
 ROOT = Path(__file__).parents[2]
 TINY = (

@@ -1,89 +1,72 @@
 """Imports go downward only: each part may import the listed parts and no others. Files are short."""
 
 import ast
+import tomllib
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from hydra.utils import get_class
+
+from ragen_pl.base.former_names import MOVED
+from ragen_pl.config.signatures import read_signature
+from ragen_pl.modules.muon import MuonAdamW
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ragen_pl"
-BASE = {
-    "access", "checked", "constraints", "distributed", "error_text", "files", "finite", "foreign_files", "json_text",
-    "known_pickle", "phases", "rank_states", "rgb", "run_facts", "seeding", "settings_files", "stop_signals",
-    "tensor_files", "trajectory",
-}  # fmt: skip
+BASE = {"base", "trajectory"}
 # of a rollout, from below
-ROLLOUT = {"prompt_formats", "models", "engines", "prompts", "environments", "rollout"}
-LEARNING = ROLLOUT | {"algorithms", "data", "loops", "metrics", "modules", "rewards"}
+ROLLOUT = {"chat_formats", "models", "engines", "prompts", "environments", "rollout"}
+LEARNING = ROLLOUT | {"algorithms", "checkpoints", "data", "loops", "metrics", "modules", "rewards"}
 # A part is a folder of the package or a module beside the folders.
 MAY_IMPORT = {
-    "access": set(),
-    "checked": {"constraints"},
-    "constraints": set(),
-    "data_url": set(),
-    "distributed": {"error_text"},
-    "error_text": set(),
-    "files": set(),
-    "finite": set(),
-    "foreign_files": set(),
-    "former_names": set(),
-    "json_text": set(),
-    "known_pickle": set(),
-    "machine": set(),
-    "muon": set(),
-    "phases": set(),
-    "rgb": set(),
-    "run_facts": set(),
-    "seeding": set(),
-    "settings_files": set(),
-    "stop_signals": set(),
     "trajectory": set(),
-    "optimizers": {"distributed", "muon"},
-    "prompt_formats": {"trajectory"},
-    "rank_states": {"distributed", "files", "tensor_files"},
-    "tensor_files": {"foreign_files"},
-    "algorithms": {"checked", "constraints", "run_facts", "trajectory"},
-    "config": {"constraints", "error_text", "former_names", "run_facts"},
-    "lock": {"config"},
-    "models": {"checked", "constraints", "foreign_files", "prompt_formats", "rgb", "run_facts"},
-    "engines": BASE | {"data_url", "models"},
-    "prompts": BASE | {"engines", "models", "prompt_formats"},
-    "environments": BASE | {"config", "data_url", "machine", "prompt_formats", "prompts"},
-    "rollout": BASE | ROLLOUT - {"rollout"} | {"data_url", "machine"},
-    "serving": BASE,
-    "programs": BASE | {"serving"},
+    "base": {"trajectory"},
+    # of no use to reinforcement learning alone
+    "agent_programs": BASE,
+    "chat_formats": BASE,
+    "algorithms": BASE,
+    "config": BASE,
+    "models": BASE | {"chat_formats"},
+    "engines": BASE | {"models"},
+    "prompts": BASE | {"chat_formats", "engines", "models"},
+    "environments": BASE | {"config", "prompts"},
+    "rollout": BASE | ROLLOUT - {"rollout"},
     "rewards": BASE | ROLLOUT,
-    "metrics": BASE | {"algorithms", "prompt_formats"},
-    "data": BASE | ROLLOUT | {"algorithms", "metrics", "rewards"},
-    "modules": BASE | ROLLOUT | {"algorithms", "data", "metrics", "optimizers"},
-    "loops": BASE,
-    "viewing": BASE | {"data", "lock", "metrics"},
-    "callbacks": BASE
-    | {"algorithms", "data", "loops", "machine", "metrics", "models", "modules", "viewing"},
-    "run": BASE
-    | LEARNING
-    | {"callbacks", "config", "former_names", "lock", "machine", "optimizers", "viewing"},
-    "memory": BASE | LEARNING | {"callbacks", "config", "machine", "optimizers", "run"},
-    "evaluation": BASE | LEARNING | {"config", "run", "viewing"},
+    "metrics": BASE | {"algorithms"},
+    "checkpoints": BASE | {"config", "engines"},
+    "data": BASE | ROLLOUT | {"algorithms", "checkpoints", "metrics", "rewards"},
+    "modules": BASE | ROLLOUT | {"algorithms", "checkpoints", "data", "metrics"},
+    "loops": BASE | {"checkpoints"},
+    "viewing": BASE | {"checkpoints", "data", "metrics"},
+    "callbacks": BASE | {"algorithms", "data", "loops", "metrics", "models", "modules", "viewing"},
+    "ranks": BASE | {"checkpoints", "config", "engines", "loops"},
+    "tracking": BASE | {"checkpoints", "config", "viewing"},
+    "run": BASE | LEARNING | {"callbacks", "config", "ranks", "tracking"},
+    "memory": BASE | LEARNING | {"callbacks", "config", "run"},
+    "evaluation": BASE | LEARNING | {"config", "run", "tracking", "viewing"},
+    "replaying": BASE | LEARNING | {"config", "evaluation", "run"},
     "playing": BASE | LEARNING | {"config", "evaluation", "run", "viewing"},
-    "deployment": BASE | LEARNING | {"config", "evaluation", "run", "serving"},
-    "api": {"config", "memory", "run", "stop_signals"},
-    "audit": {"config", "evaluation"},
-    "doctor": {"config", "machine", "memory", "run"},
-    "evaluate": {"config", "evaluation"},
-    "export": {"config", "evaluation"},
-    "fit": {"api", "config", "run", "stop_signals"},
+    "deployment": BASE | LEARNING | {"agent_programs", "config", "evaluation", "run"},
+    "slurm": BASE | {"checkpoints", "config"},
+    "installation": BASE | {"config", "memory", "run", "tracking"},
+    "api": {"base", "checkpoints", "config", "memory", "ranks", "run"},
+    "audit": {"base", "config", "evaluation"},
+    "doctor": {"installation"},
+    "evaluate": {"base", "config", "evaluation"},
+    "export": {"base", "config", "evaluation"},
+    "fit": {"api", "base", "config", "ranks"},
     "import_gguf": {"config", "models", "run"},
     "keys": {"config"},
-    "new_environment": {"config"},
-    "page": {"config", "foreign_files", "viewing"},
-    "play": {"config", "evaluation", "playing"},
-    "replay": {"config", "run"},
-    "serve": {"config", "deployment", "evaluation"},
-    "serve_environment": {"access", "config", "environments"},
-    "submit": {"config", "run"},
-    "sync": {"config", "run"},
+    "new_environment": {"environments"},
+    "page": {"base", "config", "viewing"},
+    "play": {"base", "config", "evaluation", "playing"},
+    "replay": {"base", "config", "replaying"},
+    "serve": {"base", "config", "deployment", "evaluation"},
+    "serve_environment": {"config", "environments"},
+    "submit": {"slurm"},
+    "sync": {"config", "tracking"},
     "watch": {"config", "viewing"},
 }
 
@@ -126,6 +109,28 @@ def test_parts_have_no_circle():
 def test_every_module_belongs_to_a_part():
     assigned = {file for part in MAY_IMPORT for file in files_of(part)}
     assert set(PACKAGE.rglob("*.py")) - assigned == {PACKAGE / "__init__.py"}
+
+
+def test_modules_beside_the_folders_are_short_commands():
+    """But for the data that flows, and the function that trains."""
+    others = {"__init__.py", "api.py", "trajectory.py"}
+    commands = {file for file in PACKAGE.glob("*.py") if file.name not in others}
+    named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].values())
+    assert named == {f"ragen_pl.{file.stem}:main" for file in commands}
+    assert {file.name for file in commands if len(file.read_text().splitlines()) > 50} == set()
+
+
+@pytest.mark.parametrize("former", MOVED)
+def test_a_module_that_was_moved_has_its_former_name_too(former):
+    now = import_module(f"ragen_pl.{MOVED[former]}")
+    assert import_module(f"ragen_pl.{former}") is now
+    assert now.__spec__.name == now.__name__ == f"ragen_pl.{MOVED[former]}"
+
+
+def test_a_class_path_with_a_former_name_is_checked_and_built():
+    former = "ragen_pl.muon.MuonAdamW"
+    assert "lr" in read_signature(former).parameters
+    assert get_class(former) is MuonAdamW
 
 
 def test_no_file_has_more_than_600_lines():

@@ -12,7 +12,7 @@ import pytest
 from module_process import run_module
 
 from ragen_pl.config import ConfigError
-from ragen_pl.new_environment import main, write
+from ragen_pl.environments.template import main, write
 
 SHORT = (
     "logger=none", "callbacks.progress=null", "callbacks.plots=null", "trainer.max_epochs=1",

@@ -108,7 +108,7 @@ def test_tested_versions_meet_the_requirements(
 
 def test_top_level_import_is_light() -> None:
     code = (
-        "import sys, ragen_pl.config, ragen_pl.run.tracking\n"
+        "import sys, ragen_pl.config, ragen_pl.tracking.mlflow_run\n"
         "print(sorted({'torch', 'lightning', 'transformers', 'mlflow', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -12,10 +12,10 @@ from program_client import CLIENT
 from rollout_fixtures import TextEngine, lively
 from tiny_models import TEXT
 
+from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
@@ -64,7 +64,7 @@ def play(native_lm: ModelBundle) -> Play:
         **kwargs: Any,
     ) -> list[Trajectory]:
         manager = EnvironmentManager(
-            target="ragen_pl.programs.environment.ProgramEnvironment",
+            target="ragen_pl.agent_programs.environment.ProgramEnvironment",
             kwargs={"command": command, "program_s": 20.0} | kwargs,
             prompt_format=PromptFormat.NATIVE,
             timeout_s=None,

@@ -239,7 +239,7 @@ def test_an_owner_that_is_killed_leaves_no_program(script, tmp_path, tmp_path_fa
 
     def own(body: str, then: str) -> subprocess.Popen[bytes]:
         owner = (
-            "from ragen_pl.programs.environment import ProgramEnvironment\n"
+            "from ragen_pl.agent_programs.environment import ProgramEnvironment\n"
             f"environment = ProgramEnvironment(command={script(body)!r})\n"
             f"environment.reset(seed=0)\n{then}"
         )

@@ -174,7 +174,7 @@ report(reward=1, info={"key": key, "length": len(key)})
 
 
 def test_a_variable_that_is_not_set_is_an_error():
-    from ragen_pl.programs.environment import ProgramEnvironment
+    from ragen_pl.agent_programs.environment import ProgramEnvironment
 
     with pytest.raises(ValueError, match="variables_env has NO_SUCH_KEY: no such environment"):
         ProgramEnvironment(command=["a"], variables_env=["NO_SUCH_KEY"])

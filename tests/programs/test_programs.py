@@ -7,11 +7,11 @@ import pytest
 from program_client import CLIENT, SPEAK
 from trajectories import responses
 
+from ragen_pl.agent_programs.tasks import load_tasks, split_tasks
+from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.programs.tasks import load_tasks, split_tasks
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.trajectory import EpisodeStatus
 
 
@@ -222,7 +222,7 @@ def test_validation_plays_the_tasks_that_training_leaves_out(script, tmp_path):
     command = script("ask(TASK['question']); report(reward=1)")
     tasks = lines(tmp_path / "tasks.jsonl", *"abcdef")
     manager = EnvironmentManager(
-        target="ragen_pl.programs.environment.ProgramEnvironment",
+        target="ragen_pl.agent_programs.environment.ProgramEnvironment",
         kwargs={"command": command, "tasks": tasks, "validation_tasks": 0.5},
         prompt_format=PromptFormat.NATIVE,
         timeout_s=None,
@@ -291,7 +291,7 @@ def test_trajectories_do_not_depend_on_the_number_of_programs_at_once(play, scri
     ],
 )
 def test_bad_settings_name_the_key(kwargs, found):
-    from ragen_pl.programs.environment import ProgramEnvironment
+    from ragen_pl.agent_programs.environment import ProgramEnvironment
 
     with pytest.raises(ValueError, match=found):
         ProgramEnvironment(**kwargs)

@@ -11,9 +11,9 @@ from PIL import Image
 from rollout_fixtures import lively
 from tiny_models import TEXT, VISION
 
+from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.models.build import build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.trajectory import EpisodeStatus
 
 FOREVER = "\nwhile True: {}"

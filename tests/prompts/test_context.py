@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_pl.chat_formats.messages import History, user_message
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.messages import History, user_message
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.trajectory import Observation
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_calls import TEMPLATES, check_spans
 
-from ragen_pl.prompts.tool_calls import gemma, lfm, llama_json, qwen_xml, values
-from ragen_pl.prompts.tool_calls.message import THINK_TAGS, THOUGHT_CHANNEL, CallFormat
-from ragen_pl.prompts.tool_calls.parsing import parse_message
+from ragen_pl.chat_formats.tool_calls import gemma, lfm, llama_json, qwen_xml, values
+from ragen_pl.chat_formats.tool_calls.message import THINK_TAGS, THOUGHT_CHANNEL, CallFormat
+from ragen_pl.chat_formats.tool_calls.parsing import parse_message
 from ragen_pl.trajectory import Span
 
 PIECES = (

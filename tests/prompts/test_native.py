@@ -10,8 +10,8 @@ from family_models import tiny
 from native_prompts import TAKING, TOOLS, bundle_of, function_call
 
 import envs  # noqa: F401 - registers the environments
-from ragen_pl.models.messages import History
-from ragen_pl.models.tool_template import NoToolsError
+from ragen_pl.chat_formats.messages import History
+from ragen_pl.chat_formats.tool_template import NoToolsError
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Conversation
 from ragen_pl.trajectory import Observation

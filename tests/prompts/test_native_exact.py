@@ -7,9 +7,9 @@ import pytest
 from family_models import tiny
 from three_ways import TOLERANCE, Said, own_logprobs, trainer_logprobs
 
+from ragen_pl.chat_formats.messages import call_message
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, generate
-from ragen_pl.models.messages import call_message
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.trajectory import Observation

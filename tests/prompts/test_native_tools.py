@@ -11,10 +11,10 @@ from native_prompts import TAKING, TOOLS, bundle_of, function_call
 
 import envs  # noqa: F401 - registers the environments
 from envs.tools import call_text
+from ragen_pl.base.prompt_formats import PromptFormat
+from ragen_pl.chat_formats.tool_template import NoToolsError
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.tool_template import NoToolsError
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import TextResponder

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_prompts import TAKING, bundle_of, function_call
 
+from ragen_pl.agent_programs.serving.chat_request import ClientRequest
+from ragen_pl.agent_programs.serving.chat_response import Answer
+from ragen_pl.agent_programs.serving.images import ImageReader
+from ragen_pl.agent_programs.serving.protocol import CHAT, Protocol
+from ragen_pl.agent_programs.serving.responses_api import RESPONSES
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Conversation, TextContext
 from ragen_pl.prompts.histories import RecordedCall
 from ragen_pl.rollout.requests import RequestAnswer, answer_request
-from ragen_pl.serving.chat_request import ClientRequest
-from ragen_pl.serving.chat_response import Answer
-from ragen_pl.serving.images import ImageReader
-from ragen_pl.serving.protocol import CHAT, Protocol
-from ragen_pl.serving.responses_api import RESPONSES
 from ragen_pl.trajectory import Observation, Span
 
 PRICE = {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen_pl.prompt_formats import PromptFormat
+from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.prompts.parsing import label_tokens, parse_response
 from ragen_pl.trajectory import Span
 

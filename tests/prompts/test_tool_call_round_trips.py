@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_calls import TEMPLATES, Template, check_spans, schema_of
 
-from ragen_pl.prompts.tool_calls.message import CallFormat
+from ragen_pl.chat_formats.tool_calls.message import CallFormat
 from ragen_pl.trajectory import Span
 
 MARKERS = (

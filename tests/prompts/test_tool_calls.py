@@ -3,9 +3,15 @@
 import pytest
 from written_calls import BY_NAME, check_spans
 
-from ragen_pl.prompts.tool_calls.message import THINK_TAGS, THOUGHT_CHANNEL, CallFormat
-from ragen_pl.prompts.tool_calls.parsing import parse_message
-from ragen_pl.prompts.tool_calls.values import JSON, MAX_DEPTH, MAX_DIGITS, Malformed, read_value
+from ragen_pl.chat_formats.tool_calls.message import THINK_TAGS, THOUGHT_CHANNEL, CallFormat
+from ragen_pl.chat_formats.tool_calls.parsing import parse_message
+from ragen_pl.chat_formats.tool_calls.values import (
+    JSON,
+    MAX_DEPTH,
+    MAX_DIGITS,
+    Malformed,
+    read_value,
+)
 from ragen_pl.trajectory import Span
 
 CALLS = {

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from trajectories import starts
 
 from envs.policies import RandomPolicy
+from ragen_pl.base.prompt_formats import PromptFormat, format_response
 from ragen_pl.data.collate import collate
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
-from ragen_pl.prompt_formats import PromptFormat, format_response
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.spatial_relations import (
     f1_score,

@@ -13,8 +13,8 @@ from chat_server import KEY, ChatServer, serving
 from program_client import CLIENT
 
 import envs  # noqa: F401 - registers the environments
+from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.rollout.endpoint import ChatEndpoint, EndpointResponder
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
@@ -110,7 +110,7 @@ def test_a_program_is_played_by_a_model_behind_an_api(server, tmp_path):
     answering(server, calls(("price", '{"article": "tea"}')), {"content": "3"})
     episode = played(
         server,
-        "ragen_pl.programs.environment.ProgramEnvironment",
+        "ragen_pl.agent_programs.environment.ProgramEnvironment",
         kwargs={"command": [sys.executable, "-S", str(tmp_path / "program.py")]},
         timeout_s=None,
         workers=2,

@@ -6,8 +6,8 @@ from trajectories import starts
 
 from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy, SeveralActions
 from envs.trivial_policies import NoAnswer
+from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.environments.manager import EnvironmentManager
-from ragen_pl.prompt_formats import PromptFormat
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy

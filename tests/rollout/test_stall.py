@@ -13,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from rollout_fixtures import TextEngine
 
-from ragen_pl.distributed import errors_told
+from ragen_pl.base.distributed import errors_told
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.prompts.context import ContextManager

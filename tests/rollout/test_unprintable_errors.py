@@ -7,12 +7,12 @@ from rollout_fixtures import TextEngine
 from trajectories import starts
 from unprintable import ERRORS, Breaks, DiskStrRaises, HalfACharacter, StrRaises
 
+from ragen_pl.base.distributed import sendable
+from ragen_pl.base.error_text import error_text, named_error
 from ragen_pl.config.ending import ending_of
 from ragen_pl.config.errors import in_one_line
-from ragen_pl.distributed import sendable
 from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.manager import EnvironmentManager
-from ragen_pl.error_text import error_text, named_error
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder

@@ -18,9 +18,9 @@ import torch
 from module_process import run_module
 from small_runs import SMALL, run_ranks
 
-from ragen_pl.run import rank_watch
-from ragen_pl.run.rank_watch import RankWatch
-from ragen_pl.run.sharded_checkpoint import CheckpointFiles
+from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles
+from ragen_pl.ranks import rank_watch
+from ragen_pl.ranks.rank_watch import RankWatch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 
 from envs.frozen_lake import FrozenLake
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.run.loggers import RunCSVLogger
+from ragen_pl.tracking.loggers import RunCSVLogger
 from ragen_pl.trajectory import Trajectory
 
 # file that plays -> what it plays for

@@ -12,12 +12,10 @@ import torch
 from composing import evaluation_config
 from torch import nn
 
-from ragen_pl.config.errors import ConfigError
-from ragen_pl.models.build import build_small_lm
-from ragen_pl.rank_states import rank_states_in
-from ragen_pl.run.checkpoint_check import problem_of
-from ragen_pl.run.folder import locate
-from ragen_pl.run.sharded_checkpoint import (
+from ragen_pl.checkpoints.checkpoint_check import problem_of
+from ragen_pl.checkpoints.folder import locate
+from ragen_pl.checkpoints.rank_states import rank_states_in
+from ragen_pl.checkpoints.sharded_checkpoint import (
     CheckpointFiles,
     folder_for,
     read_apart,
@@ -25,6 +23,8 @@ from ragen_pl.run.sharded_checkpoint import (
     save_apart,
     write_tensors,
 )
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.models.build import build_small_lm
 from ragen_pl.run.weights import (
     check_resumable,
     load_bundle,

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragen_pl import rank_states
-from ragen_pl.distributed import packed_on_host
-from ragen_pl.files import PARTIAL
-from ragen_pl.rank_states import RankStatesError, by_rank, rank_states_in, resolved
-from ragen_pl.run.checkpoint_check import problem_of
-from ragen_pl.run.sharded_checkpoint import CheckpointFiles, folder_for, remove_leftovers
+from ragen_pl.base.distributed import packed_on_host
+from ragen_pl.base.files import PARTIAL
+from ragen_pl.checkpoints import rank_states
+from ragen_pl.checkpoints.checkpoint_check import problem_of
+from ragen_pl.checkpoints.rank_states import RankStatesError, by_rank, rank_states_in, resolved
+from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles, folder_for, remove_leftovers
 
 STATE = {"weights": torch.arange(1000.0), "step": 3}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragen_pl.run.checkpoint_check import problem_of
-from ragen_pl.run.folder import Run, locate, sharing_with_children
+from ragen_pl.checkpoints.checkpoint_check import problem_of
+from ragen_pl.checkpoints.folder import Run, locate, sharing_with_children
 
 
 @pytest.fixture(autouse=True)

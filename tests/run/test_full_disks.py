@@ -15,13 +15,13 @@ from trajectories import make_trajectory, make_turn
 
 from ragen_pl.callbacks.plots import RowsFile
 from ragen_pl.callbacks.trajectories import write_strips
+from ragen_pl.checkpoints.folder import Run
+from ragen_pl.checkpoints.starts import counted_start
 from ragen_pl.config.ending import ending_of
-from ragen_pl.run.folder import Run
 from ragen_pl.run.last_weights import write_metrics
-from ragen_pl.run.logged_points import MetricsFile
-from ragen_pl.run.loggers import RunCSVLogger
-from ragen_pl.run.outbox import Outbox
-from ragen_pl.run.starts import counted_start
+from ragen_pl.tracking.logged_points import MetricsFile
+from ragen_pl.tracking.loggers import RunCSVLogger
+from ragen_pl.tracking.outbox import Outbox
 from ragen_pl.trajectory import Observation
 from ragen_pl.viewing.plots import draw_plots
 from ragen_pl.viewing.records import ImageFiles, write_records

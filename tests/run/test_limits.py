@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from ragen_pl.config.ending import Ending
-from ragen_pl.run import rank_hub, rank_limits
-from ragen_pl.run.phase_limits import PhaseLimits
-from ragen_pl.run.rank_hub import NO_RANK
-from ragen_pl.run.rank_limits import Arrivals, Change, StallLimit
-from ragen_pl.run.rank_watch import RankWatch
+from ragen_pl.ranks import rank_hub, rank_limits
+from ragen_pl.ranks.phase_limits import PhaseLimits
+from ragen_pl.ranks.rank_hub import NO_RANK
+from ragen_pl.ranks.rank_limits import Arrivals, Change, StallLimit
+from ragen_pl.ranks.rank_watch import RankWatch
 
 END = Change(number=3, label="iteration 7, end of the rollout", limit_s=600, count=4)
 
@@ -192,7 +192,7 @@ def test_another_process_of_the_machine_shows_the_line(watches, capsys):
 def run_program(program: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process of its own, with limits of a second."""
     short = (
-        "from ragen_pl.run import rank_limits\n"
+        "from ragen_pl.ranks import rank_limits\n"
         "rank_limits._FORCED_S = rank_limits._CHANGE_S = 0.5\n"
     )
     return subprocess.run(
@@ -222,7 +222,7 @@ def test_a_process_that_holds_the_interpreter_is_ended():
 def test_a_process_outlives_the_limits_of_a_run_that_has_ended():
     program = (
         "import time\n"
-        "from ragen_pl.run import rank_watch\n"
+        "from ragen_pl.ranks import rank_watch\n"
         "watch = rank_watch.RankWatch(0, count=1)\n"
         "watch.stall.move('update', 0.5)\n"
         "watch.leave()\n"

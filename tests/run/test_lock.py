@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from ragen_pl.checkpoints.lock import hold
 from ragen_pl.config import ConfigError
-from ragen_pl.lock import hold
 
 ROOT = Path(__file__).parents[2]
 HOLD = (
-    "import sys, pathlib; from ragen_pl.lock import hold; "
+    "import sys, pathlib; from ragen_pl.checkpoints.lock import hold; "
     "file = hold(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 )
 

@@ -22,9 +22,9 @@ from sqlalchemy.engine import Engine
 from torch.utils.data import DataLoader
 
 from ragen_pl.config import ConfigError
-from ragen_pl.run.loggers import RunCSVLogger, RunLogger
-from ragen_pl.run.mlflow_outbox import client_of_new_store
-from ragen_pl.run.tracking import check_reachable, tracking_uri, version_tags
+from ragen_pl.tracking.loggers import RunCSVLogger, RunLogger
+from ragen_pl.tracking.mlflow_outbox import client_of_new_store
+from ragen_pl.tracking.mlflow_run import check_reachable, tracking_uri, version_tags
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable.*")
 
@@ -195,7 +195,7 @@ def test_only_the_tables_of_a_new_store_are_not_waited_for(tmp_path: Path) -> No
 OPENING = """
 import sys
 open(sys.argv[1]).read()
-from ragen_pl.run.loggers import RunLogger
+from ragen_pl.tracking.loggers import RunLogger
 RunLogger(run_dir=sys.argv[2], root=sys.argv[3])
 """
 

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from ragen_pl.config import ConfigError
-from ragen_pl.run import more_loggers
-from ragen_pl.run.more_loggers import RunTensorBoardLogger, RunWandbLogger
+from ragen_pl.tracking import more_loggers
+from ragen_pl.tracking.more_loggers import RunTensorBoardLogger, RunWandbLogger
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from ragen_pl.phases import PhaseProgress, log, phase
+from ragen_pl.base.phases import PhaseProgress, log, phase
 
 
 class Lines(logging.Handler):

@@ -8,10 +8,10 @@ import socket
 import pytest
 from small_runs import SMALL, Ended, run_ranks
 
-from ragen_pl import distributed
+from ragen_pl.base import distributed
+from ragen_pl.base.distributed import StopRequestedError, all_ranks_do, errors_told
 from ragen_pl.config.ending import Ending
-from ragen_pl.distributed import StopRequestedError, all_ranks_do, errors_told
-from ragen_pl.run.rank_watch import RankWatch
+from ragen_pl.ranks.rank_watch import RankWatch
 
 QUICK = (
     *SMALL,

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from ragen_pl.config import ConfigError
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.data.recorded_step import RecordedStep
-from ragen_pl.run.replaying import build_module, read_batch, read_checkpointed, replay
+from ragen_pl.replaying.step import build_module, read_batch, read_checkpointed, replay
 
 LAYER = "policy.model.model.layers.1.mlp.up_proj"
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ragen_pl.seeding import seeded
+from ragen_pl.base.seeding import seeded
 
 
 def draws() -> tuple[float, float, float]:

@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch.loggers import MLFlowLogger
 from module_process import ROOT, run_module
 
-from ragen_pl.run.folder import Run
+from ragen_pl.checkpoints.folder import Run
 from ragen_pl.run.reports import report_views
 
 # a run without an iteration, then one that ends before it starts in a program with a log of its own

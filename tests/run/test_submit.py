@@ -11,10 +11,10 @@ import sys
 import pytest
 from composing import composed
 
-from ragen_pl import submit as command
 from ragen_pl.config import config_dir
-from ragen_pl.run.slurm import SlurmSettings, job_file
-from ragen_pl.run.trust import is_own
+from ragen_pl.config.trust import is_own
+from ragen_pl.slurm import submit as command
+from ragen_pl.slurm.job_file import SlurmSettings, job_file
 
 OPTION = "#SBATCH "
 

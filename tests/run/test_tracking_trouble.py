@@ -17,9 +17,9 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from ragen_pl.config import ConfigError
-from ragen_pl.run import loggers
-from ragen_pl.run.loggers import RunLogger, send_unsent
-from ragen_pl.run.outbox import Outbox, RefusedError, calls_in
+from ragen_pl.tracking import loggers
+from ragen_pl.tracking.loggers import RunLogger, send_unsent
+from ragen_pl.tracking.outbox import Outbox, RefusedError, calls_in
 
 LIMIT_S = 120.0
 

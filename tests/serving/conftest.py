@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ragen_pl.serving.server import AgentServer
+from ragen_pl.agent_programs.serving.server import AgentServer
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from ragen_pl.agent_programs.serving.server import AgentServer
+from ragen_pl.agent_programs.serving.session import Session
 from ragen_pl.environments.process import environment_maker
 from ragen_pl.environments.serving import EnvironmentServer, ServerSettings
-from ragen_pl.serving.server import AgentServer
-from ragen_pl.serving.session import Session
 from ragen_pl.viewing.records import write_records
 from ragen_pl.viewing.watch import RunWatch
 

@@ -12,11 +12,11 @@ from endpoint_clients import HELLO, owned, post
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_pl.serving.chat_request import read_json, read_request
-from ragen_pl.serving.errors import RequestError
-from ragen_pl.serving.images import ImageReader
-from ragen_pl.serving.responses_api import read_responses_request
-from ragen_pl.serving.strict_json import has_more_values
+from ragen_pl.agent_programs.serving.chat_request import read_json, read_request
+from ragen_pl.agent_programs.serving.errors import RequestError
+from ragen_pl.agent_programs.serving.images import ImageReader
+from ragen_pl.agent_programs.serving.responses_api import read_responses_request
+from ragen_pl.agent_programs.serving.strict_json import has_more_values
 
 MIB = 1024 * 1024
 

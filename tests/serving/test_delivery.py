@@ -20,9 +20,9 @@ from endpoint_clients import (
     until,
 )
 
-from ragen_pl.serving.errors import RequestError
-from ragen_pl.serving.server import AgentServer
-from ragen_pl.serving.session import EventKind
+from ragen_pl.agent_programs.serving.errors import RequestError
+from ragen_pl.agent_programs.serving.server import AgentServer
+from ragen_pl.agent_programs.serving.session import EventKind
 
 AGAIN = {"x-stainless-retry-count": "1"}
 DELIVERED, GONE = EventKind.DELIVERED, EventKind.GONE

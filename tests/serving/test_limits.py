@@ -29,13 +29,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from ragen_pl.serving import chat_request
-from ragen_pl.serving import server as server_module
-from ragen_pl.serving.chat_request import read_json, read_request
-from ragen_pl.serving.errors import RequestError
-from ragen_pl.serving.images import ImageReader
-from ragen_pl.serving.server import AgentServer
-from ragen_pl.serving.session import Session
+from ragen_pl.agent_programs.serving import chat_request
+from ragen_pl.agent_programs.serving import server as server_module
+from ragen_pl.agent_programs.serving.chat_request import read_json, read_request
+from ragen_pl.agent_programs.serving.errors import RequestError
+from ragen_pl.agent_programs.serving.images import ImageReader
+from ragen_pl.agent_programs.serving.server import AgentServer
+from ragen_pl.agent_programs.serving.session import Session
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from endpoint_clients import (
 )
 from endpoint_clients import read as read_answer
 
-from ragen_pl.serving.chat_request import ClientRequest
+from ragen_pl.agent_programs.serving.chat_request import ClientRequest
 from ragen_pl.trajectory import ChatRequest
 
 
@@ -126,7 +126,7 @@ def test_tools(server):
 )
 def test_tool_choice_is_automatic(server, caplog, choice):
     server._noted.clear()
-    with caplog.at_level(logging.INFO, "ragen_pl.serving"):
+    with caplog.at_level(logging.INFO, "ragen_pl.agent_programs.serving"):
         for _ in range(2):
             client = asked(server, {"tools": [WEATHER], "tool_choice": choice})
             assert client.chat.tools == [WEATHER]
@@ -180,7 +180,7 @@ def test_header_for_untrained_answers(server, trained):
 )
 def test_ignored_with_a_line_in_the_log(server, caplog, body, name):
     server._noted.clear()
-    with caplog.at_level(logging.INFO, "ragen_pl.serving"):
+    with caplog.at_level(logging.INFO, "ragen_pl.agent_programs.serving"):
         first, second = asked(server, body), asked(server, body)
     assert first == second
     assert first.chat == asked(server, {}).chat
@@ -189,7 +189,7 @@ def test_ignored_with_a_line_in_the_log(server, caplog, body, name):
 
 
 def test_ignored_without_a_line(server, caplog):
-    with caplog.at_level(logging.INFO, "ragen_pl.serving"):
+    with caplog.at_level(logging.INFO, "ragen_pl.agent_programs.serving"):
         client = asked(server, {"metadata": {"a": "b"}, "unknown": None, "temperature": None})
     assert client == asked(server, {})
     assert not caplog.records

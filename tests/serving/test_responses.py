@@ -20,9 +20,9 @@ from endpoint_clients import (
 )
 from endpoint_clients import read as read_answer
 
-from ragen_pl.serving.chat_request import read_request
-from ragen_pl.serving.images import ImageReader
-from ragen_pl.serving.responses_api import read_responses_request
+from ragen_pl.agent_programs.serving.chat_request import read_request
+from ragen_pl.agent_programs.serving.images import ImageReader
+from ragen_pl.agent_programs.serving.responses_api import read_responses_request
 
 PATH = "/v1/responses"
 HELLO = {"input": "hello"}
@@ -291,7 +291,7 @@ def test_stream_equals_whole_answer(server, message, changes):
 
 @ANSWERS
 def test_answer_sent_back_is_the_answer(message, changes):
-    from ragen_pl.serving.responses_api import response
+    from ragen_pl.agent_programs.serving.responses_api import response
 
     class Given:
         id = "resp_1"

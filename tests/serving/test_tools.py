@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from endpoint_clients import HELLO, data_url, owned, post
 
-from ragen_pl.serving.chat_request import ClientRequest, read_request
-from ragen_pl.serving.errors import RequestError
-from ragen_pl.serving.images import ImageReader
-from ragen_pl.serving.responses_api import read_responses_request
+from ragen_pl.agent_programs.serving.chat_request import ClientRequest, read_request
+from ragen_pl.agent_programs.serving.errors import RequestError
+from ragen_pl.agent_programs.serving.images import ImageReader
+from ragen_pl.agent_programs.serving.responses_api import read_responses_request
 
 HI = {"role": "user", "content": "hi"}
 

@@ -142,9 +142,7 @@ def test_state_follows_the_lock_of_the_run(server: Client, runs: Path) -> None:
         return {line["name"]: line["state"] for line in server.json("/runs")}["maze/three"]
 
     assert state() == "finished"
-    holds = (
-        "import sys, pathlib; from ragen_pl.lock import hold; f = hold(pathlib.Path(sys.argv[1]))"
-    )
+    holds = "import sys, pathlib; from ragen_pl.checkpoints.lock import hold; f = hold(pathlib.Path(sys.argv[1]))"
     holds += "; print('held', flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", holds, str(run)],

@@ -17,12 +17,12 @@ from vllm_models import (
     request,
 )
 
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import Prompt, generate
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.seeding import derive_seed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 only_text = pytest.mark.parametrize("engine", ["tied"], indirect=True)

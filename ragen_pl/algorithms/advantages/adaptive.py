@@ -15,8 +15,8 @@ from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.credit import Credit
 from ragen_pl.algorithms.scan import next_on_mask
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Fraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Fraction
 
 
 def turn_progress(

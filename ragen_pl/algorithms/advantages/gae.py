@@ -11,8 +11,8 @@ from torch import Tensor
 from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, finish
 from ragen_pl.algorithms.scan import next_on_mask, reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Fraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Fraction
 
 
 def masked_gae(

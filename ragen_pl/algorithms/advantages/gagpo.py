@@ -17,8 +17,8 @@ from ragen_pl.algorithms.advantages.gigpo import (
 from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast_turns
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Fraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Fraction
 
 
 def state_values(

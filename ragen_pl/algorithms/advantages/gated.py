@@ -10,7 +10,7 @@ from torch import Tensor
 from ragen_pl.algorithms.advantages.gae import MaskedGAE, masked_gae
 from ragen_pl.algorithms.credit import Advantages, Credit, finish
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
-from ragen_pl.checked import checked
+from ragen_pl.base.checked import checked
 
 
 def explained_variance(

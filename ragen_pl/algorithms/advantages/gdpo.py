@@ -21,8 +21,8 @@ from ragen_pl.algorithms.credit import (
 )
 from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.algorithms.whitening import AllReduce, whiten
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Open
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Open
 
 OF_FEW_TURNS = (
     "format",

@@ -14,8 +14,8 @@ from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast_
 from ragen_pl.algorithms.equality import agree
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Fraction, NonNegative
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Fraction, NonNegative
 
 
 def step_returns(turn_rewards: Tensor, *, gamma: float | Tensor) -> Tensor:

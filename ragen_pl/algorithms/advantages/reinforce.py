@@ -17,8 +17,8 @@ from ragen_pl.algorithms.credit import (
 )
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments, whiten
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Fraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Fraction
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:

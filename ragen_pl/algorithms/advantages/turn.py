@@ -20,8 +20,8 @@ from ragen_pl.algorithms.turns import (
     turn_starts,
 )
 from ragen_pl.algorithms.whitening import AllReduce
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Fraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Fraction
 
 
 def turn_gae(

@@ -12,8 +12,8 @@ from torch import Tensor
 from ragen_pl.algorithms.advantages.gigpo import relative_to_others, step_returns
 from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast_turns
 from ragen_pl.algorithms.whitening import AllReduce
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Fraction
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Fraction
 
 
 class Absent(StrEnum):

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count
 from ragen_pl.engines.in_process.decoding import Batch, GrowingBatch
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache, SessionCache, StateCache
 from ragen_pl.engines.in_process.memory import (

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_pl.base.seeding import uniforms
 from ragen_pl.engines.protocol import Generation, GenerationRequest
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import draw, entropy, log_distribution
 from ragen_pl.models.truncation import BANNED, Truncation
 from ragen_pl.models.value_head import StateCritic
-from ragen_pl.seeding import uniforms
 
 
 class Sampled(NamedTuple):

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Count, Fraction, Open
-from ragen_pl.distributed import world_size
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count, Fraction, Open
+from ragen_pl.base.distributed import world_size
+from ragen_pl.base.files import OwnFolder
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import (
     EngineMemory,
@@ -45,7 +46,6 @@ from ragen_pl.engines.vllm.requests import (
     sampling_arguments,
 )
 from ragen_pl.engines.vllm.rules import NOT_INSTALLED, VLLMRules, is_installed, split_problem
-from ragen_pl.files import OwnFolder
 
 _MEMORY_FRACTION = 0.4
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragen_pl.distributed import sendable
+from ragen_pl.base.distributed import sendable
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import GenerationRequest
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ragen_pl.data_url import data_url
+from ragen_pl.base.data_url import data_url
 from ragen_pl.engines.generation_check import GenerationCheck, InvalidGeneration
 from ragen_pl.engines.protocol import Generation, GenerationRequest
 from ragen_pl.engines.vllm.requests import check_prompt, sampling_arguments

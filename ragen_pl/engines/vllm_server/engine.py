@@ -12,8 +12,8 @@ import aiohttp
 import torch
 from torch import Tensor
 
-from ragen_pl.checked import checked
-from ragen_pl.constraints import (
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import (
     Count,
     CountOrZero,
     ExistingPath,
@@ -22,7 +22,7 @@ from ragen_pl.constraints import (
     containing,
     matching,
 )
-from ragen_pl.distributed import all_ranks_do, gather_over_ranks, rank, values_of, world_size
+from ragen_pl.base.distributed import all_ranks_do, gather_over_ranks, rank, values_of, world_size
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import EnginePolicy, Generation, GenerationRequest
 from ragen_pl.engines.request_thread import RequestThread

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragen_pl.base.files import OwnFolder
 from ragen_pl.engines.vllm.model import CPU_CACHE_BYTES, model_arguments, save_without_weights
 from ragen_pl.engines.vllm.rules import is_installed
 from ragen_pl.engines.vllm_server import access
 from ragen_pl.engines.vllm_server.rules import NO_SERVER
-from ragen_pl.files import OwnFolder
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import write_weights
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from ragen_pl.seeding import derive_seed
+from ragen_pl.base.seeding import derive_seed
 
 # seconds: the shortest and the longest pause between attempts, and the wait for an answer that needs no computing
 _FIRST_PAUSE, _LONGEST_PAUSE, _ANSWERS_IN = 0.1, 8.0, 30.0

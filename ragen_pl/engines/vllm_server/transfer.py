@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from ragen_pl.base.files import OwnFolder
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.vllm_server.serving import WeightServer, write_manifest
 from ragen_pl.engines.vllm_server.weights import (
@@ -20,7 +21,6 @@ from ragen_pl.engines.vllm_server.weights import (
     WrittenAdapters,
     WrittenWeights,
 )
-from ragen_pl.files import OwnFolder
 from ragen_pl.models.adapters import write_adapters
 from ragen_pl.models.checkpoint_weights import write_weights
 

@@ -14,7 +14,7 @@ from transformers import BatchFeature, PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from ragen_pl.rgb import rgb_array
+from ragen_pl.base.rgb import rgb_array
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ragen_pl.base.prompt_formats import PromptFormat, both_tags
 from ragen_pl.models.small_vlm.corpus import texts
-from ragen_pl.prompt_formats import PromptFormat, both_tags
 
 ASSET = Path(__file__).parent / "assets" / "tokenizer.json"
 PAD, END, IMAGE = "<|pad|>", "<|end|>", "<|image|>"

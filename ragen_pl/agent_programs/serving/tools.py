@@ -1,0 +1,178 @@
+"""Tools of a request: their schemas, the choice among them, their calls, and results in the order of the calls.
+
+Many chat templates show no ids: the policy knows by the order alone which result belongs to which call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragen_pl.agent_programs.serving.errors import RequestError, shown, unsupported
+from ragen_pl.agent_programs.serving.strict_json import strict_json
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def read_tools(given: object) -> list[dict[str, Any]]:
+    """Return the schemas of the tools that a request offers, each with a name of its own.
+
+    Raises:
+        RequestError: they are none.
+    """
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        raise RequestError(400, f"tools: expected a list of at most {MAX_TOOLS}")
+    tools = [_tool(number, tool) for number, tool in enumerate(given)]
+    names = [tool["function"]["name"] for tool in tools]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise RequestError(
+                400,
+                f"tools[{number}].function.name={name!r}: another tool has this name; give each its own",
+            )
+    return tools
+
+
+def read_tool_choice(given: object, tools: list[dict[str, Any]]) -> object:
+    """Return which tools a response is to call: `auto`, `none`, `required`, or an object that names one.
+
+    Raises:
+        RequestError: it is no such choice.
+    """
+    if given in ("auto", "none", "required"):
+        return given
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            400,
+            f"tool_choice={shown(given)}: expected auto, none, required or an object that names a function",
+        )
+    if given.get("type") != "function":
+        raise unsupported("tool_choice", given, "send auto, none, required or a function")
+    # the Responses API has the name beside the type
+    function = given.get("function", given)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    names = [tool["function"]["name"] for tool in tools]
+    if not isinstance(name, str) or (names and name not in names):
+        raise RequestError(
+            400, f"tool_choice={shown(given)}: the request has no tool {shown(name)}"
+        )
+    return given
+
+
+def read_call(where: str, given: object) -> dict[str, Any]:
+    """Return a call of an assistant's message, see `ChatRequest.messages`.
+
+    Raises:
+        RequestError: it is none.
+    """
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(function, Mapping):
+        raise RequestError(400, f"{where}.tool_calls: expected calls of functions")
+    name, call_id = function.get("name"), given.get("id")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(400, f"{where}.tool_calls: found the name {shown(name)}")
+    if not isinstance(call_id, str) or not call_id:
+        raise RequestError(400, f"{where}.tool_calls: found the id {shown(call_id)} of {name}")
+    return {"id": call_id, "name": name, "arguments": _arguments(function.get("arguments"))}
+
+
+def in_order_of_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with a result for each call, in the order of the calls, and with the names of the tools.
+
+    Args:
+        messages: messages as `ChatRequest` has them. The results of a message's calls follow it at once, in any order.
+
+    Raises:
+        RequestError: a call has no result, a result has no call, or two of a message have the same id.
+    """
+    ordered: list[dict[str, Any]] = []
+    # names of the tools and results by the ids of the latest message's calls
+    names: Mapping[str, str] = {}
+    results: dict[str, dict[str, Any]] = {}
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        if message["role"] == "tool":
+            _check_result(message["tool_call_id"], names, results, place=place)
+            results[message["tool_call_id"]] = message
+            continue
+        ordered += [*_matched(names, results, before=place), message]
+        names, results = _names(message, place=place), {}
+    return [*ordered, *_matched(names, results, before="the end")]
+
+
+def _names(message: Mapping[str, Any], *, place: str) -> Mapping[str, str]:
+    """Return the names of the tools that a message calls, by the ids of the calls."""
+    names: dict[str, str] = {}
+    for call in message.get("tool_calls", ()):
+        if call["id"] in names:
+            raise RequestError(
+                400,
+                f"{place}.tool_calls: two calls have the id {shown(call['id'])}; give each call its own",
+            )
+        names[call["id"]] = call["name"]
+    return names
+
+
+def _check_result(
+    call_id: str, names: Mapping[str, str], results: Mapping[str, object], *, place: str
+) -> None:
+    found = f"{place}.tool_call_id={shown(call_id)}"
+    if call_id not in names:
+        known = f"its calls are {shown([*names])}" if names else "it has no calls"
+        raise RequestError(
+            400,
+            f"{found}: no such call in the message before the results, {known}; send results right after the message "
+            "with their calls",
+        )
+    if call_id in results:
+        raise RequestError(400, f"{found}: a second result of this call; send one")
+
+
+def _matched(
+    names: Mapping[str, str], results: Mapping[str, dict[str, Any]], *, before: str
+) -> list[dict[str, Any]]:
+    """Return the results of calls, in the order of the calls."""
+    for call_id in names:
+        if call_id not in results:
+            raise RequestError(
+                400,
+                f"messages: the tool call with the id {shown(call_id)} has no result before {before}; send a tool "
+                "message for each call right after the message with the calls",
+            )
+    return [results[call_id] | {"name": name} for call_id, name in names.items()]
+
+
+def _tool(number: int, given: object) -> dict[str, Any]:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if kind != "function" or not isinstance(function, Mapping):
+        raise unsupported(f"tools[{number}].type", kind, "send functions")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(
+            400,
+            f"tools[{number}].function.name={name!r}: expected letters, digits, _, . and -, at most 64",
+        )
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise RequestError(400, f"tools[{number}].function.parameters: expected a JSON schema")
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": str(function.get("description") or ""),
+            "parameters": parameters or {"type": "object", "properties": {}},
+        },
+    }
+
+
+def _arguments(given: object) -> Any:
+    """Return the arguments of a call as an object, or as text where they are none."""
+    if isinstance(given, str):
+        try:
+            read = strict_json(given) if given else {}
+        except (ValueError, RecursionError):
+            return given
+        return read if isinstance(read, dict) else given
+    return given if isinstance(given, dict) else {}

@@ -1,0 +1,1 @@
+"""What all parts use: files, seeds, limits of values, formats of prompts."""

@@ -1,0 +1,1 @@
+"""Chat templates and notations of tool calls of families of models."""

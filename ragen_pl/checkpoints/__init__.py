@@ -1,0 +1,1 @@
+"""Files of checkpoints and the run's folder."""

@@ -1,0 +1,221 @@
+"""Resolve `ckpt=` to a checkpoint or a Hugging Face folder, and to the run that made it.
+
+No weights are loaded here, and neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ragen_pl.base.foreign_files import settings_text
+from ragen_pl.base.settings_files import newest_settings
+from ragen_pl.checkpoints.folder import Run, last_whole, run_of, time_of
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.trust import is_own
+from ragen_pl.tracking.mlflow_run import RUN_FILE, check_reachable, known_run, tracking_uri
+
+log = logging.getLogger(__name__)
+
+EXPORTED = "ragen_pl.yaml"
+"""Settings and origin of the weights, next to them in a folder that `ragen_pl.export` wrote."""
+
+_REQUIRED = ("env", "model", "model.build")
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_CHOICES = "a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, best or last"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Location of weights, and the run that made them."""
+
+    path: Path
+    run: Path | None
+    """The run's folder, None if it is unknown or was deleted."""
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a Hugging Face folder."""
+        return self.path.is_dir()
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder that the weights come with: the model's or the run's; None for a file without."""
+        return self.path if self.is_folder else self.run
+
+    @property
+    def settings_file(self) -> Path:
+        """File of the config of the run's last start, which need not exist."""
+        return self.path / EXPORTED if self.is_folder else newest_settings(self.run or self.path)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the run's config, empty if the run is unknown."""
+        if self.is_folder:
+            settings = exported(self.path).get("settings", {})
+        else:
+            settings = run_settings(self.settings_file) if self.run is not None else {}
+        if settings:
+            _check_groups(settings, self.settings_file)
+        return dict(settings)
+
+
+def find_checkpoint(
+    ckpt: str, *, root: str, name: str | None = None, run_dir: str | None = None
+) -> Checkpoint:
+    """Resolve `ckpt` to a file or folder.
+
+    Args:
+        ckpt: a checkpoint's path, a run's folder, a Hugging Face folder, an MLflow run id, `best`, `last`.
+        root: folder of the runs.
+        name: environment of the newest run for `best` and `last`; None for any environment.
+        run_dir: run for `best` and `last`, or the run of a moved checkpoint.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    if ckpt in ("best", "last"):
+        run = _folder(run_dir) if run_dir else newest_run(root, name=name, which=ckpt)
+        return Checkpoint(_in_run(run, which=ckpt), run)
+    path = Path(ckpt).expanduser()
+    if path.is_dir():
+        path = path.absolute()
+        if (path / "config.json").exists():
+            return Checkpoint(path, _origin(path))
+        if (path / "config.yaml").exists():
+            return Checkpoint(_in_run(path, which="last"), path)
+        raise ConfigError(
+            f"ckpt={ckpt}: the folder holds no model (config.json) and no run (config.yaml)"
+        )
+    if path.is_file():
+        path = path.absolute()
+        return Checkpoint(path, _folder(run_dir) if run_dir else run_of(path))
+    if _RUN_ID.fullmatch(ckpt):
+        run = _run_in_mlflow(ckpt, root=root)
+        return Checkpoint(_in_run(run, which="last"), run)
+    raise ConfigError(f"ckpt={ckpt}: there is no such file or folder; give {_CHOICES}")
+
+
+def newest_run(root: str, *, name: str | None, which: str) -> Path:
+    """Return the newest run of an environment with a checkpoint `best` or `last`; without a best one, any with a last.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    for file in (f"{which}.ckpt", "last.ckpt"):
+        found = Path(root).absolute().glob(f"{name or '*'}/*/checkpoints/{file}")
+        runs = [path.parent.parent for path in found]
+        runs = [run for run in runs if (run / "config.yaml").exists()]
+        if runs:
+            return max(runs, key=lambda run: time_of(run / "config.yaml"))
+    place = f"{Path(root).absolute()}/{name}" if name else str(Path(root).absolute())
+    raise ConfigError(
+        f"ckpt={which}: no run in {place} has a {which}.ckpt; train one, set paths.root=…, or give a checkpoint's path"
+    )
+
+
+def exported(folder: Path) -> dict[str, Any]:
+    """Return the settings that `ragen_pl.export` wrote next to the weights, empty in another folder."""
+    file = folder / EXPORTED
+    return run_settings(file) if file.exists() else {}
+
+
+def run_settings(file: Path) -> dict[str, Any]:
+    """Return the settings in a file; one of somebody else is read within limits.
+
+    Raises:
+        ConfigError: it cannot be read, or holds none.
+    """
+    try:
+        # OmegaConf copies what an alias stands for
+        source = file if is_own(file) else io.StringIO(settings_text(file))
+        settings = OmegaConf.to_container(OmegaConf.load(source))
+    except Exception as error:
+        # YAML errors have no common base class that omegaconf exports
+        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file}: expected settings, found {type(settings).__name__}")
+    return {str(key): value for key, value in settings.items()}
+
+
+def _check_groups(settings: Mapping[str, Any], file: Path) -> None:
+    """Check that a run's config has the groups that a checkpoint is used with.
+
+    Raises:
+        ConfigError: one is missing or no group.
+    """
+    for name in ("env", "model", "model.build", "context", "rollout", "validation"):
+        first, _, inner = name.partition(".")
+        found = settings.get(first, None if name in _REQUIRED else {})
+        found = found.get(inner) if inner else found
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{file}: {name}={found}: expected a group of settings of a run")
+
+
+def _folder(run_dir: str) -> Path:
+    run = Path(run_dir).expanduser().absolute()
+    if not (run / "config.yaml").exists():
+        raise ConfigError(f"paths.run_dir={run_dir}: expected a run's folder, with its config.yaml")
+    return run
+
+
+def _in_run(run: Path, *, which: str) -> Path:
+    path = Run(run).checkpoints / f"{which}.ckpt"
+    if path.exists():
+        whole, problem = last_whole(Run(run), name=path.name)
+        assert whole is not None
+        if problem is not None:
+            log.warning(f"{problem}; {whole.name}, the newest whole checkpoint, is used instead")
+        return whole
+    if which == "best" and (run / "checkpoints" / "last.ckpt").exists():
+        log.warning(
+            f"the run {run} has no best.ckpt: no validation of it ended; its last.ckpt is used"
+        )
+        return _in_run(run, which="last")
+    raise ConfigError(
+        f"the run {run} has no {which} checkpoint; train it further, or give another run"
+    )
+
+
+def _origin(folder: Path) -> Path | None:
+    """Return the run that an exported folder names; somebody else's names none."""
+    run = exported(folder).get("run_dir") if is_own(folder / EXPORTED) else None
+    return Path(run) if run and (Path(run) / "config.yaml").exists() else None
+
+
+def _run_in_mlflow(run_id: str, *, root: str) -> Path:
+    """Return the folder of an MLflow run. It is searched under `root`, then in the tracking store."""
+    for file in Path(root).absolute().glob(f"*/*/{RUN_FILE}"):
+        if known_run(file.parent).get("run_id") == run_id:
+            return file.parent
+    uri = tracking_uri(root)
+    check_reachable(uri)
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        raise ConfigError(
+            f"ckpt={run_id}: there is no MLflow store {uri}; set paths.root or MLFLOW_TRACKING_URI"
+        )
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    try:
+        tags = MlflowClient(uri).get_run(run_id).data.tags
+    except MlflowException as error:
+        raise ConfigError(
+            f"ckpt={run_id}: MLflow at {uri} knows no such run; set paths.root or MLFLOW_TRACKING_URI"
+        ) from error
+    run = tags.get("run_dir")
+    if not run:
+        raise ConfigError(
+            f"ckpt={run_id}: this MLflow run was not written by ragen_pl (it has no tag run_dir)"
+        )
+    if not (Path(run) / "config.yaml").exists():
+        raise ConfigError(
+            f"ckpt={run_id}: the run's folder {run} is gone or on another machine; give a checkpoint's path"
+        )
+    return Path(run)

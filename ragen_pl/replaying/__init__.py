@@ -1,0 +1,1 @@
+"""Optimizer steps that are repeated from a file or a checkpoint."""

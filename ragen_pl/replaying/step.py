@@ -1,0 +1,349 @@
+"""Repeat a recorded optimizer step, or one of a checkpoint inside an update, and report where it is not finite.
+
+Everything runs in one process, one rank's part after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ragen_pl.base.phases import wide_console
+from ragen_pl.base.settings_files import SETTINGS, newest_settings, number_of
+from ragen_pl.checkpoints.folder import Run, run_of
+from ragen_pl.checkpoints.rank_states import resolved
+from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.trust import check_folder, check_settings, is_own
+from ragen_pl.data.recorded_step import RecordedStep
+from ragen_pl.engines.protocol import EnginePolicy
+from ragen_pl.evaluation.checkpoints import find_checkpoint, run_settings
+from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.frozen import FINGERPRINTS, Fingerprint, fingerprints, with_frozen
+from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.recording import UPDATE, Finding, Recordable, find, repeat
+from ragen_pl.modules.tracing import StepTrace
+from ragen_pl.replaying.steps_in_checkpoint import steps_in_checkpoint
+from ragen_pl.run.build import (
+    assemble_agent,
+    assemble_warm_start,
+    build_critic,
+    build_policy,
+    device_named,
+)
+from ragen_pl.run.train import quieten
+from ragen_pl.run.trainer import build_trainer
+from ragen_pl.run.weights import (
+    build_for,
+    check_frozen,
+    check_shapes,
+    load_initial_weights,
+    module_state,
+    read_checkpoint,
+)
+
+log = logging.getLogger(__name__)
+# groups of a run's config that a step is repeated with, and what of them is not used
+_GROUPS = (
+    "env",
+    "model",
+    "critic",
+    "algorithm",
+    "optimizer",
+    "rollout",
+    "update",
+    "warm_start",
+    "trainer",
+)
+_USED = {
+    "env": ("target", "prompt_format"),
+    "trainer": ("precision", "accumulate_grad_batches"),
+}
+_UNUSED = {
+    "rollout": ("engine",),
+    "algorithm": ("rewards", "filter"),
+    "warm_start": ("demonstrator", "weights"),
+}
+_SHIPPED = ("env/*", "model/*", "algorithm/*", "algorithm/defaults/*", "warm_start/*", "fit")
+_HINT = "give a file of a run's bad_batch or batches folder"
+# Columns of a log, which has no width of its own.
+_WIDTH = 160
+
+
+@dataclass(slots=True)
+class Models:
+    """Policy and critic that weights are loaded into."""
+
+    policy: PolicyModule
+    critic: CriticModule | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Recorded optimizer step that is repeated.
+
+    Attributes:
+        steps: an optimizer step, as each rank that is known has taken it.
+        weights: weights before the step.
+        fingerprints: fingerprints of the weights that are left out of these.
+        run: the run's folder.
+        settings: the config of the start that it is of.
+    """
+
+    steps: list[RecordedStep]
+    weights: Mapping[str, Tensor]
+    fingerprints: Mapping[str, Fingerprint]
+    run: Path
+    settings: Path
+
+
+def replay(cfg: DictConfig) -> Finding | None:
+    """Repeat a step, print the norms of each part, and return its first number that is not finite.
+
+    Raises:
+        ConfigError: there is nothing to repeat, or its weights are those of another model.
+    """
+    quieten()
+    recorded = read_batch(cfg) if cfg.batch else read_checkpointed(cfg)
+    settings = read_settings(recorded.settings, trusted=cfg.trust)
+    columns = {"as in the run": None} | ({cfg.dtype: cfg.dtype} if cfg.dtype else {})
+    traces: dict[str, list[list[StepTrace]]] = {}
+    for title, dtype in columns.items():
+        module = build_module(
+            settings, recorded, dtype=dtype, device=device_named(cfg.device), trusted=cfg.trust
+        )
+        traces[title] = [repeat(module, in_type(step, dtype)) for step in recorded.steps]
+    return report(recorded.steps, traces, console=wide_console(_WIDTH))
+
+
+def read_batch(cfg: DictConfig) -> Recorded:
+    """Return the step of `batch=FILE`."""
+    file = Path(cfg.batch).expanduser().absolute()
+    place = f"batch={cfg.batch}"
+    with config_errors(place, hint=_HINT):
+        step = RecordedStep.read(file)
+    run = _run_folder(cfg, file, place)
+    saved = read_checkpoint(file.with_name(step.weights), source=place, hint=_HINT)
+    return _recorded([step], saved, run)
+
+
+def read_checkpointed(cfg: DictConfig) -> Recorded:
+    """Return the optimizer step that a checkpoint inside an update is in, or that follows it."""
+    if cfg.ckpt is None:
+        raise ConfigError(
+            "batch has no value; set batch=FILE of a run's bad_batch or batches folder, or ckpt=FILE of a checkpoint "
+            "inside an update"
+        )
+    found = find_checkpoint(cfg.ckpt, root=cfg.paths.root, run_dir=cfg.paths.run_dir)
+    place = f"ckpt={cfg.ckpt}"
+    run = _run_folder(cfg, found.path, place)
+    saved = read_checkpoint(found.path, source=place, hint="give a run's checkpoint")
+    settings = read_settings(_settings_file(saved, run), trusted=cfg.trust)
+    with config_errors(place):
+        saved = resolved(saved, place=found.path.parent)
+        steps = steps_in_checkpoint(saved, settings)
+    return _recorded(steps, saved, run)
+
+
+def _recorded(steps: list[RecordedStep], saved: Mapping[str, Any], run: Path) -> Recorded:
+    settings = _settings_file(saved, run)
+    return Recorded(steps, module_state(saved), saved.get(FINGERPRINTS, {}), run, settings)
+
+
+def _settings_file(saved: Mapping[str, Any], run: Path) -> Path:
+    """Return the config that weights were trained with; of an earlier version, that of the run's last start."""
+    name = saved.get(SETTINGS)
+    known = isinstance(name, str) and number_of(name) is not None
+    return run / str(name) if known else newest_settings(run)
+
+
+def _run_folder(cfg: DictConfig, file: Path, place: str) -> Path:
+    run = Path(cfg.paths.run_dir).expanduser().absolute() if cfg.paths.run_dir else run_of(file)
+    if run is None or not (run / "config.yaml").exists():
+        raise ConfigError(
+            f"{place}: no run's config.yaml next to it; set paths.run_dir=… of the run"
+        )
+    return run
+
+
+def read_settings(file: Path, *, trusted: bool) -> DictConfig:
+    """Return the config of a run.
+
+    Raises:
+        ConfigError: it cannot be read, or somebody else's names code that no shipped configuration names.
+    """
+    settings = run_settings(file)
+    for name in _GROUPS:
+        if not isinstance(settings.get(name), dict):
+            raise ConfigError(f"{file}: {name}={settings.get(name)}: expected a group of settings")
+    if not (trusted or is_own(file)):
+        check_folder(file.parent, key=str(file.parent))
+        settings = _used(settings)
+        check_settings(settings, file=file, given=None, shipped=_SHIPPED)
+    read = OmegaConf.create(settings)
+    assert isinstance(read, DictConfig)
+    return read
+
+
+def _used(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a step is repeated with; what is left out here can't act."""
+    used = {name: value for name, value in settings.items() if not isinstance(value, dict | list)}
+    for name in _GROUPS:
+        kept, left_out = _USED.get(name, settings[name]), _UNUSED.get(name, ())
+        used[name] = {
+            key: value
+            for key, value in settings[name].items()
+            if key in kept and key not in left_out
+        }
+    return used
+
+
+def build_module(
+    settings: DictConfig,
+    recorded: Recorded,
+    *,
+    dtype: str | None,
+    device: torch.device,
+    trusted: bool = False,
+) -> Recordable:
+    """Build the training module of a run and load its weights.
+
+    Args:
+        settings: config of the run.
+        recorded: what is repeated.
+        dtype: type of all weights and computations; None for the run's own.
+        device: where to compute.
+        trusted: whether the config is taken as it is, whoever wrote it.
+    """
+    build = partial(build_for, recorded.weights, settings=None if trusted else recorded.settings)
+    with config_errors("model"):
+        bundle = build(settings)
+        critic = build_critic(settings, bundle, build=partial(build, key="critic.build"))
+        models = Models(build_policy(bundle, settings["update"]), critic)
+    module: Recordable
+    if recorded.steps[0].phase == UPDATE:
+        run = Run(recorded.run)
+        if run.warm_start.exists():
+            # the reference is a copy of them
+            load_initial_weights(models, run.warm_start, source=str(run.warm_start))
+        module = assemble_agent(settings, models.policy, models.critic, engine=_no_engine)
+    else:
+        module = assemble_warm_start(settings, models.policy, models.critic)
+    complete = with_frozen(module, recorded.weights)
+    hint = "give the run that the step was recorded in as paths.run_dir"
+    check_shapes(complete, module, source=str(recorded.run), hint=hint)
+    check_frozen(recorded.fingerprints, fingerprints(module), source=str(recorded.run))
+    module.load_state_dict(complete)
+    module.trainer = build_trainer(
+        {
+            "accelerator": device.type,
+            "devices": 1,
+            "precision": settings.trainer.precision if dtype is None else "32-true",
+        },
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module.setup("fit")
+    if dtype is not None:
+        module.to(getattr(torch, dtype))
+    return module.to(device).train()
+
+
+def _no_engine(
+    policy: EnginePolicy,
+    *,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> NoReturn:
+    """Stand for the run's engine, whose class the settings of somebody else may name."""
+    raise RuntimeError("a repeated step samples nothing")
+
+
+def in_type(step: RecordedStep, dtype: str | None) -> RecordedStep:
+    """Return a step for a model in another type: the reference's states, which its head reads, are converted."""
+    if dtype is None:
+        return step
+    kind: torch.dtype = getattr(torch, dtype)
+    minibatches = [
+        minibatch
+        if minibatch.reference is None or minibatch.reference.ndim == 1
+        else replace(minibatch, reference=minibatch.reference.to(kind))
+        for minibatch in step.minibatches
+    ]
+    return replace(step, minibatches=minibatches)
+
+
+# ---- report
+
+
+def report(
+    steps: Sequence[RecordedStep],
+    traces: Mapping[str, Sequence[Sequence[StepTrace]]],
+    *,
+    console: Console,
+) -> Finding | None:
+    """Print a step and return its values that are not finite, as computed in the run.
+
+    Args:
+        steps: the step of each rank.
+        traces: what each minibatch of each of them showed, by the title of its columns.
+        console: where to print.
+    """
+    as_run = next(iter(traces.values()))
+    findings = [find(of_rank) for of_rank in as_run]
+    rank = next((n for n, finding in enumerate(findings) if finding is not None), 0)
+    finding = findings[rank]
+    minibatch = finding.minibatch if finding is not None else 0
+    shown = {title: of_ranks[rank][minibatch] for title, of_ranks in traces.items()}
+    first = steps[0]
+    name = f"iteration {first.iteration}" if first.iteration else first.phase
+    lines = [f"{name}, optimizer step {first.step}"]
+    for step, of_rank in zip(steps, as_run, strict=True):
+        losses = ", ".join(f"{trace.loss:.6g}" for trace in of_rank)
+        lines.append(f"rank {step.rank} of {step.ranks}: loss of each minibatch {losses}")
+    lines.append(f"parts in minibatch {minibatch + 1} of rank {steps[rank].rank}:")
+    for line in lines:
+        _print(console, line)
+    console.print(table_of(shown))
+    for title, trace in shown.items():
+        place = trace.first_non_finite()
+        result = "all numbers are finite" if place is None else f"the first not finite is {place}"
+        _print(console, f"{title}: {result}")
+    return finding
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def table_of(traces: Mapping[str, StepTrace]) -> Table:
+    """Return a table of the norms of each part, with three columns for each trace."""
+    table = Table()
+    table.add_column("part", no_wrap=True)
+    for title in traces:
+        suffix = f", {title}" if len(traces) > 1 else ""
+        for column in ("output", "its gradient", "weights' gradient"):
+            table.add_column(column + suffix, justify="right")
+    for name in dict.fromkeys(name for trace in traces.values() for name in trace.parts):
+        cells = [cell for trace in traces.values() for cell in _cells(trace, name)]
+        table.add_row(name, *cells)
+    return table
+
+
+def _cells(trace: StepTrace, name: str) -> Iterator[str]:
+    part = trace.parts.get(name)
+    yield "-" if part is None else f"{part.output:.4g}"
+    yield "-" if part is None or part.gradient is None else f"{part.gradient:.4g}"
+    own = [norm for weight, norm in trace.weights.items() if weight.rpartition(".")[0] == name]
+    yield f"{torch.tensor(own, dtype=torch.float64).norm():.4g}" if own else "-"

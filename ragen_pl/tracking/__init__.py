@@ -1,0 +1,1 @@
+"""Loggers, and what MLflow has not got yet."""

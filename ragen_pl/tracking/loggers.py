@@ -1,0 +1,366 @@
+"""Loggers of a run. All continue the curves of an interrupted run.
+
+A resumed run repeats the steps since its checkpoint and is bit-identical. A point that was logged before
+is therefore not logged again, and a curve has one point for each step.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from omegaconf import OmegaConf
+
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Count
+from ragen_pl.base.files import disk_errors_of
+from ragen_pl.checkpoints.lock import hold, one_at_a_time
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.tracking.logged_points import LoggedPoints
+from ragen_pl.tracking.mlflow_run import (
+    RUN_FILE,
+    check_address,
+    check_reachable,
+    flattened,
+    known_run,
+    may_name,
+    tracking_uri,
+    version_tags,
+    write_run_file,
+)
+from ragen_pl.tracking.outbox import Outbox, calls_in
+
+log = logging.getLogger(__name__)
+# characters; the whole config is kept as an artifact
+_PARAM_LENGTH = 250
+# seconds to send what is left, at the end of a phase and of the run
+_FLUSH_S = 20.0
+# for the calls of a whole run
+_SYNC_S = 3600.0
+_STOPS = (KeyboardInterrupt, SystemExit, SIGTERMException)
+# Lightning adds `epoch` to every point, and the phases of a run count their steps from 0
+_NOT_LOGGED = frozenset({"epoch"})
+# not thinned: validations are few already, a warm start counts steps, and an alarm is at one iteration
+_WHOLE = ("val", "warm_start/", "collapse/")
+
+
+class RunLogger(MLFlowLogger):
+    """MLflow logger of one run folder: one MLflow run, however often it is resumed.
+
+    What is logged goes into a file of the folder and is sent by a thread (`ragen_pl.tracking.outbox`), so that a server
+    that is locked, away or deleted does not concern the training.
+
+    Args:
+        run_dir: the run's folder, which stores the id of its MLflow run.
+        settings: the resolved config, logged as an artifact and as parameters.
+        experiment_name: MLflow's experiment.
+        uri: the tracking server; default MLFLOW_TRACKING_URI, else a sqlite file `<root>/mlflow.db`.
+        root: folder of the local store; default `paths.root` of the config, else next to the run.
+        every_n_iterations: iterations between two points of a metric, for runs of many thousands. Those of validations,
+            the warm start and alarms are all logged.
+
+    Raises:
+        ConfigError: the server of a new run cannot be reached or returns an error.
+    """
+
+    needs_trust = ("*",)
+
+    @classmethod
+    def check_settings(cls, settings: Mapping[str, Any], *, root: str) -> None:
+        """Check that the tracking server can be reached."""
+        check_reachable(tracking_uri(root, uri=settings.get("uri")))
+
+    @checked
+    def __init__(
+        self,
+        *,
+        run_dir: str,
+        settings: Mapping[str, Any] | None = None,
+        experiment_name: str = "ragen_pl",
+        uri: str | None = None,
+        root: str | None = None,
+        every_n_iterations: Count = 1,
+    ) -> None:
+        self.every_n_iterations = every_n_iterations
+        self.folder = Path(run_dir).absolute()
+        self.settings = dict(settings or {})
+        root = root or self.settings.get("paths", {}).get("root") or str(self.folder.parent)
+        earlier = known_run(self.folder)
+        # a run's start has written the config of a folder that had none, after the same check
+        if not uri and not self.settings.get("trust") and (self.folder / "config.yaml").exists():
+            check_address(self.folder, root)
+        uri = tracking_uri(root, uri=uri) if uri or not earlier else earlier["tracking_uri"]
+        self._resumed = earlier.get("tracking_uri") == uri
+        # two processes cannot write one outbox; only rank 0 logs
+        self._initialized, self._run_id, self._experiment_id = False, earlier.get("run_id"), None
+        self._experiment_name, self._tracking_uri, self._log_model = experiment_name, uri, False
+        self._earlier = LoggedPoints()
+        if not rank_zero_only.rank:  # type: ignore[attr-defined]
+            _quieten_mlflow()
+            self._open()
+
+    def _open(self) -> None:
+        """Create the MLflow run, or go on with it, and log its config."""
+        from ragen_pl.tracking.mlflow_outbox import FOLDER, MlflowSender, QueuedClient
+
+        calls = self.folder / FOLDER
+        start = None if self._resumed else self._create()
+        for call in calls_in(calls):
+            names: dict[int, list[str]] = {}
+            for name, _, _, step in call.get("points", ()):
+                names.setdefault(step, []).append(name)
+            for step, logged in names.items():
+                self._earlier.add(logged, step)
+        super().__init__(experiment_name=self._experiment_name, tracking_uri=self._tracking_uri)
+        self._sender = MlflowSender(self.folder)
+        self._outbox = Outbox(calls, self._sender)
+        client = QueuedClient(self._tracking_uri, folder=self.folder, outbox=self._outbox)
+        self._mlflow_client, self._initialized = client, True
+        self._client = client
+        if start is None:
+            client.update_run(self._sender.run_id, status="RUNNING")
+        else:
+            client.put("start", **start)
+        if self.settings:
+            name = "config_resumed.yaml" if start is None else "config.yaml"
+            text = OmegaConf.to_yaml(OmegaConf.create(self.settings))
+            client.log_text(self._sender.run_id, text, name)
+            self.log_hyperparams(self.settings)
+
+    def _create(self) -> dict[str, Any]:
+        """Create the MLflow run; return the arguments of its creation."""
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        from ragen_pl.tracking.mlflow_outbox import FOLDER, client_of_new_store, create_run
+
+        uri = self._tracking_uri
+        check_reachable(uri)
+        store, artifacts = None, None
+        if uri.startswith("sqlite:///"):
+            store = Path(uri.removeprefix("sqlite:///"))
+            store.parent.mkdir(parents=True, exist_ok=True)
+            artifacts = (store.parent / "mlartifacts").as_uri()
+        start: dict[str, Any] = {
+            "experiment": self._experiment_name,
+            "name": "/".join(self.folder.parts[-2:]),
+            "tags": {**version_tags(), "run_dir": str(self.folder)},
+            "artifacts": artifacts,
+        }
+        try:
+            if store is None:
+                run_id, _ = create_run(MlflowClient(uri), start)
+            else:
+                # runs that begin together would all create the tables
+                with one_at_a_time(store.with_suffix(".lock")):
+                    is_new = not store.exists()
+                    client = client_of_new_store(uri) if is_new else MlflowClient(uri)
+                    run_id, _ = create_run(client, start)
+        except MlflowException as error:
+            raise ConfigError(
+                f"MLflow at {uri} refused: {str(error).splitlines()[0]}; repair the store, unset "
+                "MLFLOW_TRACKING_URI for a local one, or set logger=none"
+            ) from error
+        shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
+        write_run_file(self.folder, run_id=run_id, uri=uri)
+        return start
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the MLflow run. A store that has lost the run gives it a new one when the run is resumed."""
+        return self._sender.run_id if self._initialized else self._run_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """Id of the MLflow experiment, once the store has answered."""
+        return self._sender.experiment_id if self._initialized else None
+
+    @property
+    def name(self) -> str:
+        """The experiment."""
+        return self._experiment_name
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Log parameters, truncated to 250 characters. One that changed on resuming becomes a tag."""
+        given = vars(params) if isinstance(params, Namespace) else params
+        values = {
+            name: value if len(value) <= _PARAM_LENGTH else value[: _PARAM_LENGTH - 1] + "…"
+            for name, value in flattened(given)
+        }
+        self._client.put("params", values=values)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log the metrics that have no point at this step, and are due at it."""
+        # iterations are counted from 1
+        is_due = not step or step == 1 or step % self.every_n_iterations == 0
+        named = {
+            name: value
+            for name, value in metrics.items()
+            if name not in _NOT_LOGGED and (is_due or name.startswith(_WHOLE))
+        }
+        if new := self._earlier.new(named, step):
+            super().log_metrics(new, step)
+
+    @rank_zero_only
+    def log_files(self, path: Path, *, place: str) -> None:
+        """Log a file or a folder of the run's folder as artifacts. It is read when it is sent."""
+        if path.is_dir():
+            self._client.log_artifacts(self._sender.run_id, str(path), place)
+        else:
+            self._client.log_artifact(self._sender.run_id, str(path), place)
+
+    @rank_zero_only
+    def remove_files(self, place: str) -> None:
+        """Remove the artifacts under a name."""
+        self._client.put("remove", place=place)
+
+    @rank_zero_only
+    def log_traces(self, folder: Path, *, count: int) -> None:
+        """Log the first episodes of a folder of records as traces."""
+        self._client.log_traces(folder, count=count)
+
+    @rank_zero_only
+    def log_graph(self, model: object, input_array: object = None) -> None:
+        """Mark the run as running. Lightning calls this at the start of each fit, and a run has several."""
+        self._client.update_run(self._sender.run_id, status="RUNNING")
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Send the remaining records and end the run as finished, failed, or killed if a signal stopped it."""
+        if status == "failed" and isinstance(sys.exc_info()[1], _STOPS):
+            status = "KILLED"
+        names = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
+        self._client.set_terminated(self._sender.run_id, names.get(status, status))
+        self._outbox.flush(limit_s=_FLUSH_S)
+
+    @rank_zero_only
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Tag the run with the paths of its newest and its best checkpoint."""
+        path = checkpoint_callback.last_model_path or checkpoint_callback.best_model_path
+        if path:
+            tag = "checkpoint" if checkpoint_callback.monitor is None else "best_checkpoint"
+            self._client.set_tag(self._sender.run_id, tag, str(Path(path).absolute()))
+        # a run that is resumed from the checkpoint does not log the points before it again
+        self._outbox.synchronize()
+
+    @rank_zero_only
+    def close(self) -> None:
+        """Send the remaining records; log which are not sent, and the command that sends them."""
+        unsent = self._outbox.close(limit_s=_FLUSH_S)
+        if unsent is not None:
+            log.warning(
+                f"MLflow at {self._tracking_uri}: {unsent}; a resumed run sends them, and so does python -m "
+                f"ragen_pl.sync run={self.folder}"
+            )
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder."""
+        return str(self.folder)
+
+
+class RunCSVLogger(CSVLogger):
+    """CSV files in `<run_dir>/csv`, which a resumed run continues.
+
+    Args:
+        run_dir: the run's folder.
+        settings: the resolved config, written with the metrics.
+    """
+
+    needs_trust = ("*",)
+
+    def __init__(self, *, run_dir: str, settings: Mapping[str, Any] | None = None) -> None:
+        # a killed run loses no row that its checkpoint is behind
+        super().__init__(save_dir=run_dir, name="", version="csv", flush_logs_every_n_steps=1)
+        self._logged: set[tuple[str, str]] = set()
+        if rank_zero_only.rank:  # type: ignore[attr-defined]
+            return
+        earlier = self._earlier_rows(Path(self.log_dir) / "metrics.csv")
+        self.experiment.metrics = list(earlier)
+        self._logged = {(name, row["step"]) for row in earlier for name in row}
+        if settings:
+            self.log_hyperparams(dict(settings))
+        self.save()
+
+    def _earlier_rows(self, file: Path) -> list[dict[str, str]]:
+        """Return the rows written before the run was resumed. Lightning's writer would delete them."""
+        if not file.exists():
+            return []
+        with file.open(newline="") as stream:
+            rows = [
+                {name: value for name, value in row.items() if value}
+                for row in csv.DictReader(stream)
+            ]
+        file.replace(Path(self.save_dir) / "metrics_before_resume.csv")
+        (file.parent / "hparams.yaml").unlink(missing_ok=True)
+        return rows
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log the metrics that have no value at this step."""
+        new = {
+            name: value
+            for name, value in metrics.items()
+            if name not in _NOT_LOGGED and (name, str(step)) not in self._logged
+        }
+        if new:
+            super().log_metrics(new, step)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write the rows."""
+        with disk_errors_of(Path(self.experiment.metrics_file_path)):
+            super().save()
+
+
+def send_unsent(folder: Path, *, trusted: bool = False) -> str:
+    """Send the unsent records of a run that has ended to MLflow; return a report.
+
+    Args:
+        folder: The run's folder.
+        trusted: Whether it is taken at its word, whoever wrote it.
+
+    Raises:
+        ConfigError: It cannot be sent, the run is under way, is not in MLflow, or may be somebody else's.
+    """
+    known = known_run(folder)
+    # a run's folder is in <root>/<environment>
+    if known and not (trusted or may_name(known, folder.parents[1])):
+        raise ConfigError(
+            f"run={folder}: {RUN_FILE} names {known['tracking_uri']}, and nothing shows that this account wrote the "
+            "file, so nothing is sent there; set trust=true if you trust its author"
+        )
+    if not known:
+        raise ConfigError(
+            f"run={folder}: expected the folder of a run in MLflow, with its {RUN_FILE}"
+        )
+    from ragen_pl.tracking.mlflow_outbox import FOLDER, MlflowSender
+
+    _quieten_mlflow()
+    with hold(folder):
+        outbox = Outbox(folder / FOLDER, MlflowSender(folder))
+        unsent = outbox.close(limit_s=_SYNC_S)
+    if unsent is not None:
+        raise ConfigError(
+            f"MLflow at {known['tracking_uri']}: {unsent}; start the server or repair the store, and repeat the command"
+        )
+    return f"MLflow at {known['tracking_uri']} has all of {folder}"
+
+
+def _quieten_mlflow() -> None:
+    """Suppress the messages of creating a store."""
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)

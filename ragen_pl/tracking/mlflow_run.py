@@ -1,0 +1,158 @@
+"""Tracking URI and tags of a run. Imports neither torch, lightning nor mlflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ragen_pl.base.files import atomic_write
+from ragen_pl.base.foreign_files import is_inside, plain_json
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.trust import is_signed, signed
+
+RUN_FILE = "mlflow_run.json"
+"""File in a run's folder with the id of its MLflow run."""
+
+_TIMEOUT_S = 3.0
+_PACKAGES = ("ragen_pl", "torch", "lightning", "transformers", "mlflow")
+
+
+def tracking_uri(root: str | Path, *, uri: str | None = None) -> str:
+    """Return where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else a sqlite file in `root`."""
+    return (
+        uri
+        or os.environ.get("MLFLOW_TRACKING_URI")
+        or f"sqlite:///{Path(root).absolute()}/mlflow.db"
+    )
+
+
+def write_run_file(folder: Path, *, run_id: str, uri: str) -> None:
+    """Write where a run is tracked into its folder, with this account's signature."""
+    known = {"run_id": run_id, "tracking_uri": uri}
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / RUN_FILE, durable=True) as file:
+        file.write_text(json.dumps(known | {"signature": signed(_signed_text(known))}))
+
+
+def _signed_text(known: Mapping[str, str]) -> str:
+    return json.dumps([known["run_id"], known["tracking_uri"]])
+
+
+def known_run(folder: Path) -> dict[str, str]:
+    """Return `run_id`, `tracking_uri` and `signature` of a run folder's MLflow run, empty if it has none.
+
+    The signature is empty in files of other accounts and of earlier versions.
+
+    Raises:
+        ConfigError: its file holds something else.
+    """
+    file = folder / RUN_FILE
+    if not file.exists():
+        return {}
+    try:
+        found = plain_json(file.read_bytes()) if is_inside(folder, file) else None
+    except ValueError:
+        found = None
+    names = ("run_id", "tracking_uri")
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in names):
+        raise ConfigError(
+            f"{file}: expected {' and '.join(names)} of an MLflow run; remove the file"
+        )
+    signature = found.get("signature")
+    known = {name: found[name] for name in names}
+    return known | {"signature": signature if isinstance(signature, str) else ""}
+
+
+def may_name(known: Mapping[str, str], root: str | Path) -> bool:
+    """Return whether a run's folder may name an address: this account wrote it there, or tracks there anyway.
+
+    Args:
+        known: content of the run's file, see `known_run`.
+        root: folder of the runs.
+    """
+    own = is_signed(_signed_text(known), known["signature"].encode("utf-8", "replace"))
+    return own or known["tracking_uri"] == tracking_uri(root)
+
+
+def check_address(folder: Path, root: str | Path) -> None:
+    """Check that a folder that is continued names no address of somebody else.
+
+    Args:
+        folder: the run's folder.
+        root: folder of the runs.
+
+    Raises:
+        ConfigError: it does.
+    """
+    known = known_run(folder)
+    if known and not may_name(known, root):
+        raise ConfigError(
+            f"{folder / RUN_FILE}: tracking_uri={known['tracking_uri']}: nothing shows that this account wrote the "
+            "folder, so nothing is sent there; set logger.uri=… or logger=none, or trust=true if you trust its author"
+        )
+
+
+def check_reachable(uri: str) -> None:
+    """Check that a tracking server answers. MLflow itself would retry for minutes.
+
+    Raises:
+        ConfigError: no server answers at this address.
+    """
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        # a server answers; MLflow reports missing rights itself
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(
+            f"MLflow at {uri} cannot be reached ({reason}); start the server, unset "
+            "MLFLOW_TRACKING_URI for a local store, or set logger=none"
+        ) from error
+
+
+def version_tags(*, checkout: Path | None = None) -> dict[str, str]:
+    """Return the versions of a run's libraries, and the git commit if the code is a checkout."""
+    tags = {"version.python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            tags[f"version.{name}"] = version(name)
+        except PackageNotFoundError:
+            continue
+    folder = checkout or Path(__file__).resolve().parent
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit:
+        tags["git.commit"] = commit
+        tags["git.changed"] = str(bool(_git(folder, "status", "--porcelain"))).lower()
+    return tags
+
+
+def flattened(settings: Mapping[str, object], *, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield nested settings as text under dotted names.
+
+    >>> dict(flattened({"a": {"b": [1, 2]}, "c": None}))
+    {'a.b': '[1, 2]', 'c': 'None'}
+    """
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, prefix=f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command: Sequence[str] = ("git", "-C", str(folder), *arguments)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
