@@ -368,7 +368,6 @@ def _selected(samples: Samples, part: _Part) -> Samples:
     padding = torch.arange(len(rows)) >= len(part.rows)
     selected.weight[padding] = 0
     selected.loss_weight[padding] = 0
-    selected.text[padding] = 0
     selected.loss_mask[padding] = selected.kl_mask[padding] = False
     return selected
 

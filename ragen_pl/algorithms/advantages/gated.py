@@ -69,9 +69,9 @@ class GatedGAE(MaskedGAE):
             bootstrap=credit.bootstrap,
         )
         explained = explained_variance(returns, values, mask, all_reduce=all_reduce)
+        mean, spread = masked_moments(returns, mask, all_reduce=all_reduce)
         if float(explained) > self.threshold:
             return estimates
-        mean, spread = masked_moments(returns, mask, all_reduce=all_reduce)
         centered = torch.where(mask & (spread > 0), returns - mean, 0.0)
         estimates.advantages = finish(centered, returns, credit).advantages
         return estimates
