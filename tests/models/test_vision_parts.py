@@ -45,10 +45,11 @@ def check(model, encoder: set[str], projector: set[str]) -> None:
 
 @pytest.mark.parametrize("config", FAMILIES)
 def test_parts_of_a_family(config: str) -> None:
+    default = getattr(transformers, config)()
+    # SmolVLM's is outside of its vocabulary before transformers 5.20
+    default.get_text_config().pad_token_id = None
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(
-            getattr(transformers, config)()
-        )
+        model = transformers.AutoModelForImageTextToText.from_config(default)
     check(model, *FAMILIES[config])
 
 
