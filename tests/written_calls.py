@@ -58,7 +58,8 @@ class Template:
         """Return the prompt, and the response with these calls as the template writes it, without its end."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            names = ("reasoning_content", "reasoning", "thinking")
+            message |= dict.fromkeys(names, reasoning)
         if calls:
             functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
             message["tool_calls"] = [
