@@ -45,8 +45,9 @@ class UpdateSettings:
             None: 6 on a CPU, and 1 on a GPU, which computes padding sooner than it launches another pass.
         gradient_checkpointing: compute the activations of each layer again in the backward pass, in train mode: less
             memory, a third slower.
-        share_prefix: compute the text that all samples of a forward pass begin with once, such as a system prompt; not
-            with gradient checkpointing, sharded weights or sliding windows.
+        share_prefix: compute what several samples of a forward pass begin with once, images included: a system prompt,
+            the prompt of a group, earlier turns of an episode. Not with sharded weights, sliding windows, states of
+            layers, images read both ways or dropout.
         packed: compute the samples of a forward pass one after the other without padding, where that is exact; None: on
             a GPU in 16 bits. Not with sharded weights, sliding windows, states of layers or images read both ways.
         freeze_vision: leave the image encoder as it is after the warm start, so that an image is encoded once.

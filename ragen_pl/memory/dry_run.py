@@ -91,8 +91,8 @@ def abstract_agent(cfg: DictConfig) -> AgentModule:
     with torch.device("meta"):
         critic = build_critic(cfg, bundle, build=abstract_bundle)
     agent = assemble_agent(cfg, build_policy(bundle, cfg["update"]), critic)
-    # padded rows take as much or more
-    bundle.packs_rows = False
+    # whole rows with padding take as much or more
+    bundle.packs_rows = bundle.shares_prefix = False
     agent.trainer = pl.Trainer(
         accelerator="cpu",
         precision=cfg.trainer.precision,

@@ -6,6 +6,7 @@ from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.metrics.sums import NamedSums, ratio
 
 _PER_TOKEN = ("entropy", "approx_kl", "clipped_low", "clipped_high", "dual_clipped")
+_POSITIONS = ("positions", "computed_positions")
 _PER_STEP = ("loss", "policy_loss", "value_loss", "kl_loss", "entropy_bonus")
 
 
@@ -13,12 +14,12 @@ class UpdateStatistics(NamedSums):
     """Sums over the minibatches of an update phase.
 
     `loss` and `*_loss` are sums over steps of this rank's share of a global mean; they add up over ranks.
-    `tokens` is the number of trained tokens.
+    `tokens` is the number of trained tokens. `positions` are those of whole samples.
     """
 
     def __init__(self) -> None:
         others = ("tokens", "kl", "kl_tokens", "echo_loss", "text_tokens")
-        super().__init__((*_PER_TOKEN, *_PER_STEP, *others))
+        super().__init__((*_PER_TOKEN, *_PER_STEP, *others, *_POSITIONS))
 
     def metrics(self, *, steps: int) -> dict[str, float]:
         """Return the metrics of an update phase.
@@ -30,6 +31,7 @@ class UpdateStatistics(NamedSums):
         metrics = {name: ratio(total[name], total["tokens"]) for name in _PER_TOKEN}
         metrics["clip_fraction"] = metrics["clipped_low"] + metrics["clipped_high"]
         metrics |= {name: ratio(total[name], steps) for name in _PER_STEP}
+        metrics["shared_positions"] = 1.0 - ratio(total["computed_positions"], total["positions"])
         if total["kl_tokens"]:
             metrics["reference_kl"] = ratio(total["kl"], total["kl_tokens"])
         if total["text_tokens"]:

@@ -1,16 +1,18 @@
-"""Attention over sequences that lie one after the other without padding, in one call for all of them.
+"""Attention over sequences that lie one after the other in one row, in one call for all of them.
 
 transformers gives an attention function whose name says "flash" all windows of all images at once, with their bounds;
 any other is called once a window, in a loop. `packed_attention` is registered under such a name. On CUDA in 16 bits it
 is PyTorch's flash attention for unequal lengths (`torch.nn.attention.varlen`, Dao 2023,
 https://arxiv.org/abs/2307.08691), which no other package is needed for. Elsewhere sequences of equal length are
-computed together by `scaled_dot_product_attention`.
+computed together by `scaled_dot_product_attention`. Rows that share prefixes lie in levels (`Level`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +40,23 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _ARGUMENTS el
 # of the kernels: the largest head, and what its size is a multiple of
 _LARGEST_HEAD, _HEAD_STEP = 256, 8
 _TYPES = (torch.bfloat16, torch.float16)
+
+
+class LayoutError(RuntimeError):
+    """A layer does not attend as the sequences of one row lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Parts of equal length that lie one after the other, and continue parts of the level before."""
+
+    parts: int
+    width: int
+    """Length of each part."""
+    continued: Tensor | None
+    """int64 `[parts]`, the part of the level before that each continues; None on the first level."""
+    mask: Tensor | None
+    """bool `[1, 1, width, all before + width]`, True where a position attends; None on the first level."""
 
 
 def pack_images(model: PreTrainedModel) -> bool:
@@ -97,42 +116,46 @@ def causal_attention(
     attention_mask: Tensor | None,
     *,
     cu_seq_lens_q: Tensor | None = None,
+    levels: Sequence[Level] | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend inside each of several rows to what precedes; without bounds, as transformers' `sdpa`.
+    """Attend inside each of several sequences to what precedes; without bounds and levels, as transformers' `sdpa`.
 
     Args:
         module: Module that attends.
-        query: `[rows, heads, time, width]`, with bounds of one row.
+        query: `[rows, heads, time, width]`; with bounds or levels of one row, with levels of its last positions.
         key: `[rows, key heads, slots, width]`.
         value: `[rows, key heads, slots, width]`.
-        attention_mask: Mask, not read with bounds.
+        attention_mask: Mask; without slots beside bounds and levels, which it is not read with.
         cu_seq_lens_q: int32 `[sequences + 1]`, bounds of the sequences; see `packed_attention`.
+        levels: Levels of sequences that share prefixes.
         settings: Other arguments of `packed_attention` or of `sdpa`.
 
     Raises:
-        ValueError: The layer attends in a way that bounds leave out.
+        LayoutError: The layer attends in a way that bounds and levels leave out, or was handed neither, only the mask.
     """
-    if cu_seq_lens_q is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    is_told = cu_seq_lens_q is not None or levels is not None
+    if is_told and (other := [name for name in _NOT_PACKED if settings.get(name) is not None]):
+        raise LayoutError(f"{type(module).__name__} attends with {other[0]}")
+    if levels is not None:
+        return _by_level(module, query, key, value, levels, settings | {"is_causal": True}), None
+    if cu_seq_lens_q is not None:
+        return packed_attention(
+            module,
+            query,
+            key,
+            value,
+            cu_seq_lens_q=cu_seq_lens_q,
+            **settings | {"is_causal": True},
+        )
+    if attention_mask is not None and not attention_mask.shape[-1]:
+        raise LayoutError(f"{type(module).__name__} was not told how sequences lie in one row")
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        output: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **settings
-        )
-        return output
-    if other := [name for name in _NOT_PACKED if settings.get(name) is not None]:
-        raise ValueError(
-            f"update.packed: a layer of this family attends with {other[0]}, which packed rows leave out; set "
-            "update.packed=false"
-        )
-    return packed_attention(
-        module,
-        query,
-        key,
-        value,
-        cu_seq_lens_q=cu_seq_lens_q,
-        **settings | {"is_causal": True},
+    output: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, **settings
     )
+    return output
 
 
 def packed_attention(
@@ -210,6 +233,55 @@ def _takes_varlen(query: Tensor, *, on_gpu: bool) -> bool:
         and query.shape[-1] <= _LARGEST_HEAD
         and query.shape[-1] % _HEAD_STEP == 0
     )
+
+
+def _by_level(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    levels: Sequence[Level],
+    settings: dict[str, Any],
+) -> Tensor:
+    """Attend in each part to itself and to the parts that it continues, and return `[1, time, heads, width]`.
+
+    The arguments are those of `causal_attention`.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    sizes = [level.parts * level.width for level in levels]
+    unread = key.shape[2] - query.shape[2]
+    skipped = [*accumulate(sizes, initial=0)].index(unread)
+    # slices would have gradients of the whole row each
+    queries = [None] * skipped + [*query[0].split(sizes[skipped:], dim=1)]
+    keys, values = (each[0].split(sizes, dim=1) for each in (key, value))
+    outputs = []
+    states: list[Tensor] = []
+    for level, read, *own in zip(levels, queries, keys, values, strict=True):
+        own = [_in_parts(each, level) for each in own]
+        if level.continued is not None:
+            earlier = [_continued(each, level.continued) for each in states]
+            own = [torch.cat(pair, dim=2) for pair in zip(earlier, own, strict=True)]
+        states = own
+        if read is not None:
+            output: Tensor = sdpa_attention_forward(
+                module, _in_parts(read, level), states[0], states[1], level.mask, **settings
+            )[0]
+            outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs)[None]
+
+
+def _in_parts(row: Tensor, level: Level) -> Tensor:
+    """Return `[parts, heads, width, head width]` of a level's `[heads, time, head width]`."""
+    return row.unflatten(1, (level.parts, level.width)).transpose(0, 1)
+
+
+def _continued(states: Tensor, parts: Tensor) -> Tensor:
+    """Return keys or values of parts `[parts, heads, time, head width]`, each as often as it is continued."""
+    if len(states) == 1:
+        return states.expand(len(parts), -1, -1, -1)
+    # gradients of what several parts continue add up in float32
+    return states.float().index_select(0, parts).to(states.dtype)
 
 
 def _by_length(

@@ -31,6 +31,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 
+@dataclass(slots=True)
+class PositionCount:
+    """Positions of passes over samples, padding included."""
+
+    whole: int = 0
+    """With nothing shared."""
+    computed: int = 0
+    """As they were computed; see `ragen_pl.models.prefix_tree`."""
+
+    def take(self) -> dict[str, float]:
+        """Return the counts by name and begin anew."""
+        counts = {"positions": float(self.whole), "computed_positions": float(self.computed)}
+        self.whole = self.computed = 0
+        return counts
+
+
 @dataclass
 class ModelBundle:
     """A policy's model, its tokenizer and, if it sees images, its processor.
@@ -44,11 +60,13 @@ class ModelBundle:
         calls_tools: Whether responses may hold the control tokens with which the chat template writes tool calls.
         token_pass: Forward pass over new tokens of cached sequences, faster than the model's own, with the arguments of
             `ragen_pl.models.small_vlm.token_pass.last_states`; None for the model's own.
-        shares_prefix: Whether passes over whole sequences compute the prefix that all rows begin with once; see
-            `ragen_pl.models.shared_prefix`.
+        shares_prefix: Whether passes over whole sequences compute once what several rows begin with; see
+            `ragen_pl.models.prefix_tree`.
         packs_rows: Whether whole sequences are computed without padding where that is exact, see
             `ragen_pl.models.packed_rows`; None for a GPU in 16 bits only.
         keeps_rows_apart: Whether the model was seen to keep packed rows apart; None before the first use.
+        keeps_parts_apart: Whether it was seen to keep the parts of a tree of rows apart; None before the first use.
+        positions: Positions of its passes over samples.
     """
 
     model: PreTrainedModel
@@ -61,6 +79,8 @@ class ModelBundle:
     shares_prefix: bool = True
     packs_rows: bool | None = None
     keeps_rows_apart: bool | None = field(default=None, repr=False, compare=False)
+    keeps_parts_apart: bool | None = field(default=None, repr=False, compare=False)
+    positions: PositionCount = field(default_factory=PositionCount, repr=False, compare=False)
     _logit_scale: LogitScale = field(init=False, repr=False)
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     _banned: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)

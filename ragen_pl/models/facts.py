@@ -56,7 +56,10 @@ class ModelFacts:
     reads_end: bool = False
     """Whether the decoder computes only the states from a position `first_read` on, if asked to: it cuts its mask."""
     hands_on: bool = False
-    """Whether the forward without the head takes arguments that it does not name, and hands them to its layers."""
+    """Whether the forward without the head takes positions, and hands arguments that it does not name to attention.
+
+    Attention is then a function of transformers' registry.
+    """
     keeps_logits: bool = False
     """Whether the model's forward computes the logits of the last tokens only, if asked to."""
     vision_arguments: frozenset[str] = frozenset()
@@ -143,7 +146,9 @@ class ModelFacts:
             attends_both_ways=getattr(text, "use_bidirectional_attention", None) is True,
             takes_features="mm_encoder_outputs" in arguments,
             reads_end="first_read" in arguments and attention in _MASKED,
-            hands_on=any(
+            hands_on=model.is_backend_compatible()
+            and "position_ids" in arguments
+            and any(
                 each.kind is each.VAR_KEYWORD
                 for each in inspect.signature(base.forward).parameters.values()
             ),

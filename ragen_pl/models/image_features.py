@@ -23,6 +23,8 @@ class ImageFeatures:
     """Features added to the states after the first decoder layers, each `[image tokens, hidden]` (Qwen3-VL)."""
     grids: Tensor | None = None
     """int64 `[images, 3]`, time, height and width in patches; None for families whose positions have one axis."""
+    origin: Tensor | None = None
+    """int64 `[image tokens]`, number of each token in the features that `select` took them from; None for others."""
 
     def select(self, images: Sequence[int], patches: Sequence[np.ndarray | None]) -> Self:
         """Return the features of these images, in this order.
@@ -43,6 +45,7 @@ class ImageFeatures:
             counts=tuple(len(shown) for shown in index),
             deepstack=tuple(layer[rows] for layer in self.deepstack),
             grids=None if grids is None else grids[torch.tensor(list(images), device=grids.device)],
+            origin=rows,
         )
 
     def between(self, start: int, stop: int) -> Self | None:

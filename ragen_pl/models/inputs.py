@@ -19,6 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import Cache
 
+    from ragen_pl.models.attention import Level
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.models.image_features import ImageFeatures
 
@@ -45,6 +46,8 @@ class DecoderInputs:
     """int32 `[sequences + 1]`, bounds of sequences that lie one after the other in one row; None for one a row."""
     longest: int = 0
     """Length of the longest of them."""
+    levels: Sequence[Level] | None = None
+    """Levels of sequences that lie in one row and share prefixes; None for none."""
 
     def rows(self, part: slice, *, image_token_id: int | None) -> DecoderInputs:
         """Return the inputs of some rows."""
@@ -100,6 +103,9 @@ def run_decoder(
     if inputs.bounds is not None:
         arguments |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), inputs.bounds)
         arguments |= dict.fromkeys(("max_length_q", "max_length_k"), inputs.longest)
+    if inputs.levels is not None:
+        arguments["levels"] = inputs.levels
+    if inputs.bounds is not None or inputs.levels is not None:
         # given and not read, or the model would make one of time x time
         mask = inputs.ids.new_empty((1, 1, 0, 0), dtype=torch.bool)
     states = bundle.backbone(

@@ -266,6 +266,7 @@ class AgentModule(GuardedModule):
         correction = self.correction or (TruncatedWeights() if stale else None)
         self._end_rollout()
         self.statistics.reset()
+        self.policy.bundle.positions.take()
         self.begin_update()
         if self.importance is not None:
             self.importance.reset()
@@ -328,7 +329,7 @@ class AgentModule(GuardedModule):
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Return the loss of a minibatch without its separate term, and count its sums."""
         result = self._result(batch)
-        self.statistics.update(result.sums)
+        self.statistics.update({**result.sums, **self.policy.bundle.positions.take()})
         loss = result.loss
         if result.separate is not None:
             steps = self.trainer.accumulate_grad_batches

@@ -26,7 +26,7 @@ from ragen_pl.models.inputs import (
     whole_inputs,
 )
 from ragen_pl.models.packed_rows import packed_states, packs
-from ragen_pl.models.shared_prefix import shared_positions, states_of_rows
+from ragen_pl.models.prefix_tree import tree_of_rows, tree_states
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.modules.sharding import is_sharded
 
@@ -133,38 +133,110 @@ def sampled_states(
         text: Whether to yield the states that predict `samples.text` too.
     """
     shared = shared_images(bundle, samples, images, microbatches)
-    # ranks with sharded weights wait for each other in every pass, and their samples may begin with other texts
+    # a backward pass needs what all microbatches keep, so one tree of them all takes no more memory
+    together = torch.is_grad_enabled() and (isinstance(shared, EncodedImages) or not len(images))
+    for parts in [list(microbatches)] if together else [[rows] for rows in microbatches]:
+        yield from _states_of_parts(bundle, samples, shared, parts, text=text)
+
+
+def _states_of_parts(
+    bundle: ModelBundle,
+    samples: Samples,
+    images: Sequence[Tensor] | EncodedImages,
+    parts: list[Tensor],
+    *,
+    text: bool,
+) -> Iterator[SampledStates]:
+    """Run the decoder on the tree of all rows of the parts where that saves much, else on each part."""
+    # ranks with sharded weights wait for each other in every pass, also in those that try a model's layers
     sharded = is_sharded(bundle.first_layer)
-    states_of = run_decoder if sharded else states_of_rows
-    for rows in microbatches:
-        inputs = sample_inputs(bundle, samples, shared, rows)
+    packed = not sharded and packs(bundle, samples.input_ids.device)
+    lengths = [samples.length[rows] for rows in parts]
+    positions = sum(int(each.sum() if packed else each.max() * len(each)) for each in lengths)
+    bundle.positions.whole += positions
+    rows = _Rows.of(bundle, samples, images, torch.cat(parts), text=text)
+    tree = None
+    if not sharded:
+        tree = tree_of_rows(
+            bundle, rows.inputs, rows.lengths, first=rows.first, otherwise=positions
+        )
+    if tree is not None:
+        bundle.positions.computed += len(tree.source)
+        place = tree.place[rows.at, rows.before] - tree.first
+        yield rows.read(tree_states(bundle, rows.inputs, tree)[place])
+        return
+    bundle.positions.computed += positions
+    for part in parts:
+        if len(parts) > 1:
+            rows = _Rows.of(bundle, samples, images, part, text=text)
+        if packed:
+            starts = rows.lengths.cumsum(0) - rows.lengths
+            states = packed_states(bundle, rows.inputs, rows.lengths)
+            yield rows.read(states[starts[rows.at] + rows.before])
+        else:
+            states = run_decoder(bundle, rows.inputs, first=rows.first)
+            yield rows.read(states[rows.at, rows.before - rows.first])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of samples that are computed together, and the places whose states are read."""
+
+    rows: Tensor
+    lengths: Tensor
+    inputs: DecoderInputs
+    at: Tensor
+    """int64 `[tokens]`, place among the rows of each token whose state is read."""
+    before: Tensor
+    """int64 `[tokens]`, the position before it."""
+    first: int
+    """First position whose state is read."""
+    sampled: Tensor
+    """bool `[tokens]`, whether it was sampled."""
+    shown: Tensor | None
+    """bool `[tokens]`, whether it is text that is predicted; None unless that was asked for."""
+
+    @classmethod
+    def of(
+        cls,
+        bundle: ModelBundle,
+        samples: Samples,
+        images: Sequence[Tensor] | EncodedImages,
+        rows: Tensor,
+        *,
+        text: bool,
+    ) -> _Rows:
+        """Build the inputs of these rows."""
+        inputs = sample_inputs(bundle, samples, images, rows)
         time = inputs.ids.shape[1]
         sampled = samples.turn[rows, :time] >= 0
         shown = samples.text[rows, :time] > 0 if text else torch.zeros_like(sampled)
         at, columns = (sampled | shown).nonzero(as_tuple=True)
         first = int(columns.min()) - 1 if len(columns) else 0
-        before = columns - 1
-        if (
-            not sharded
-            and packs(bundle, inputs.ids.device)
-            and not shared_positions(bundle, inputs.ids, first=first)
-        ):
-            lengths = samples.length[rows].to(at.device)
-            starts = lengths.cumsum(0) - lengths
-            hidden = packed_states(bundle, inputs, lengths)[starts[at] + before]
-        else:
-            hidden = states_of(bundle, inputs, first=first)[at, before - first]
-        row = rows.to(at.device)[at]
-        if not text:
-            yield SampledStates(row, columns, hidden)
-            continue
+        lengths = samples.length[rows].to(at.device)
+        return cls(
+            rows=rows.to(at.device),
+            lengths=lengths,
+            inputs=inputs,
+            at=at,
+            before=columns - 1,
+            first=first,
+            sampled=sampled[at, columns],
+            shown=shown[at, columns] if text else None,
+        )
+
+    def read(self, hidden: Tensor) -> SampledStates:
+        """Return the states that were read, `[tokens, hidden]`."""
+        rows, columns = self.rows[self.at], self.before + 1
+        if self.shown is None:
+            return SampledStates(rows, columns, hidden)
         # text may be trained on as if it were sampled, too
         own, other = (
-            SampledStates(row[each], columns[each], hidden[each])
-            for each in (sampled[at, columns], shown[at, columns])
+            SampledStates(rows[each], columns[each], hidden[each])
+            for each in (self.sampled, self.shown)
         )
         own.text = other
-        yield own
+        return own
 
 
 class Head(Protocol):

@@ -29,6 +29,7 @@ from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.models.norms import own_norms
 from ragen_pl.models.packed_rows import packed_states, packs
+from ragen_pl.models.prefix_tree import SortedRows, tree_states
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
@@ -213,6 +214,39 @@ def test_packed_rows_are_as_near_to_float32_as_padded_rows(name):
     exact = run_decoder(bundle, inputs)[kept]
     errors = [float((each - exact).norm() / exact.norm()) for each in (packed, padded)]
     assert errors[0] < 1.5 * errors[1] + 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_2", "qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_trees_of_rows_are_as_near_to_float32_as_padded_rows(name):
+    bundle = tiny(name)
+    ids = torch.randint(5, 60, (5, 40), generator=torch.Generator().manual_seed(0))
+    ids[ids == bundle.image_token_id] = 7
+    ids[:, :20], ids[2:, :30] = ids[0, :20], ids[2, :30]
+    device = torch.device(DEVICE)
+    inputs = DecoderInputs(ids=ids.to(device))
+    tree = SortedRows.of(ids.numpy()[..., None], np.full(5, 40)).tree(
+        [0, 20, 30, 40], first=0, device=device
+    )
+    assert len(tree.source) == 20 + 3 * 10 + 5 * 10
+    bundle.model.to(DEVICE, torch.bfloat16)
+    attention.pack_rows(bundle.model.config.get_text_config())
+
+    def update(states) -> tuple[torch.Tensor, torch.Tensor]:
+        bundle.model.zero_grad()
+        hidden = states()
+        hidden.float().square().sum().backward()
+        gradients = [
+            weight.grad for weight in bundle.decoder.parameters() if weight.grad is not None
+        ]
+        return hidden.detach().float(), torch.cat([each.float().flatten() for each in gradients])
+
+    shared = update(lambda: tree_states(bundle, inputs, tree)[tree.place])
+    padded = update(lambda: run_decoder(bundle, inputs))
+    bundle.model.float()
+    exact = update(lambda: run_decoder(bundle, inputs))
+    for one, other, true in zip(shared, padded, exact, strict=True):
+        errors = [float((each - true).norm() / true.norm()) for each in (one, other)]
+        assert errors[0] < 1.5 * errors[1] + 1e-3
 
 
 class Launches(TorchDispatchMode):

@@ -55,8 +55,8 @@ def test_packed_rows_score_as_padded_rows(
     monkeypatch.setattr(attention, "_by_length", counted)
     policy, logprobs, packed = scored(name, packed=True, gradient_checkpointing=checkpointed)
     layers = len(policy.bundle.layers)
-    # two passes find out whether rows are kept apart
-    assert len(calls) == layers * (4 if checkpointed else 3)
+    # a pass finds out whether rows are kept apart
+    assert len(calls) == layers * (3 if checkpointed else 2)
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     assert packed.keys() == gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
