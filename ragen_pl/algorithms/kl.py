@@ -15,6 +15,7 @@ class KLEstimator(StrEnum):
     - `k3`: rho - 1 - log rho with rho = p_ref / p; unbiased and never negative.
     - `abs`: |log p - log p_ref|.
     - `full`: KL(reference || policy) summed over the vocabulary, see `full_kl`.
+    - `full_reverse`: KL(policy || reference) summed over the vocabulary.
     """
 
     K1 = "k1"
@@ -22,6 +23,18 @@ class KLEstimator(StrEnum):
     K3 = "k3"
     ABS = "abs"
     FULL = "full"
+    FULL_REVERSE = "full_reverse"
+
+    @property
+    def over_vocabulary(self) -> bool:
+        """Whether the divergence is summed over the vocabulary, not estimated from sampled tokens."""
+        return self in (KLEstimator.FULL, KLEstimator.FULL_REVERSE)
+
+    @property
+    def from_tokens(self) -> KLEstimator:
+        """The estimator of single tokens whose gradient in the loss is that of this divergence on average."""
+        estimates = {KLEstimator.FULL: KLEstimator.K3, KLEstimator.FULL_REVERSE: KLEstimator.K2}
+        return estimates.get(self, self)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, how: KLEstimator) -> Tensor:
@@ -32,7 +45,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, how: KLEstimator) -> 
     Args:
         logprobs: log-probs of the sampled tokens under the policy, any shape.
         ref_logprobs: log-probs under the reference, same shape.
-        how: the estimator, any but `full`.
+        how: an estimator of single tokens, neither `full` nor `full_reverse`.
 
     Returns:
         float32, same shape.
@@ -52,14 +65,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, how: KLEstimator) -> 
             return (log_ratio.exp() - 1 - log_ratio).clamp(-10.0, 10.0)
         case KLEstimator.ABS:
             return difference.abs()
-        case KLEstimator.FULL:
+        case _:
             raise ValueError(
-                "found how='full', expected an estimator of single tokens; use full_kl"
+                f"found how={how!s}, expected an estimator of single tokens; use full_kl"
             )
 
 
 def full_kl(ref_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """Sum KL(reference || policy) over the whole vocabulary, `sum_v p_ref (log p_ref - log p)`.
+
+    With the arguments exchanged it is KL(policy || reference), in value and in gradient.
 
     Args:
         ref_logprobs: `[..., vocabulary]`, normalized.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.engines.protocol import EngineMemory, RolloutSizes
 from ragen_pl.memory.abstract import (
@@ -360,7 +359,7 @@ def minibatch_of(agent: AgentModule, workload: Workload) -> Minibatch:
     tokens, reference = workload.rows * workload.sampled, None
     kl = agent.loss.kl
     if kl is not None and kl.coefficient:
-        full = kl.estimator is KLEstimator.FULL
+        full = kl.estimator.over_vocabulary
         reference = (
             torch.zeros(tokens, agent.policy.bundle.hidden_size) if full else torch.zeros(tokens)
         )

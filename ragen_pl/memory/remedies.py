@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.base.constraints import shown
 from ragen_pl.memory.plan import Counts, MemoryPlan, plan_memory
 from ragen_pl.run.strategy_rules import is_fsdp2
@@ -91,8 +92,10 @@ def _adapters(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
 
 
 def _estimated_divergence(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:
-    full = OmegaConf.select(cfg, "algorithm.loss.kl.estimator") == "full"
-    return {"algorithm.loss.kl.estimator": "k3"} if full else None
+    estimator = OmegaConf.select(cfg, "algorithm.loss.kl.estimator")
+    if estimator is None or not KLEstimator(estimator).over_vocabulary:
+        return None
+    return {"algorithm.loss.kl.estimator": KLEstimator(estimator).from_tokens.value}
 
 
 def _checkpointed(cfg: DictConfig, plan: MemoryPlan) -> Overrides | None:

@@ -50,7 +50,7 @@ class DistributionScores(NamedTuple):
     entropy: Tensor
     """Nats."""
     kl: Tensor | None
-    """KL(reference ‖ distribution); None without a reference."""
+    """KL(reference ‖ distribution), or KL(distribution ‖ reference); None without a reference."""
 
 
 def score_distributions(
@@ -60,6 +60,7 @@ def score_distributions(
     temperature: Tensor,
     banned: Tensor,
     reference: Tensor | None = None,
+    reverse: bool = False,
     entropy_gradient: bool = True,
     kept: KeptIds | None = None,
 ) -> DistributionScores:
@@ -75,11 +76,12 @@ def score_distributions(
         temperature: `[tokens, 1]`.
         banned: Ids of probability 0, int64.
         reference: Logits of the reference, `[tokens, vocab]`, without gradient and overwritten too.
+        reverse: Whether the divergence is KL(distribution ‖ reference) instead of KL(reference ‖ distribution).
         entropy_gradient: Whether the entropy has a gradient.
         kept: Ids that the distributions are restricted to, the reference's too; None for all.
     """
     scores = _DistributionScores.apply(
-        logits, tokens, temperature, banned, reference, entropy_gradient, kept
+        logits, tokens, temperature, banned, reference, reverse, entropy_gradient, kept
     )
     return DistributionScores(*scores)
 
@@ -88,7 +90,7 @@ class _DistributionScores(torch.autograd.Function):
     """`score_distributions` with its gradient, rounded as autograd rounds that of the plain computation.
 
     With p the distribution and q the reference's: d log p_t / d log p = 1_t, dH / d log p = -p (log p + 1),
-    dKL(q ‖ p) / d log p = -q.
+    dKL(q ‖ p) / d log p = -q, dKL(p ‖ q) / d log p = p (log p - log q), up to p, which has no gradient for the logits.
     """
 
     @staticmethod
@@ -99,18 +101,24 @@ class _DistributionScores(torch.autograd.Function):
         temperature: Tensor,
         banned: Tensor,
         reference: Tensor | None,
+        reverse: bool,
         entropy_gradient: bool,
         kept: KeptIds | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         log_probs, scratch = _log_softmax(logits, temperature, banned, kept)
         logprobs = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
-        kl = probs = None
+        kl = slope = None
         entropy = -torch.exp(log_probs, out=scratch).mul_(log_probs).sum(-1)
         if reference is not None:
-            difference, probs = _log_softmax(reference, temperature, banned, kept)
-            torch.exp(difference, out=probs)
-            kl = difference.sub_(log_probs).mul_(probs).sum(-1)
-        ctx.save_for_backward(log_probs, probs, tokens, temperature, banned)
+            difference, slope = _log_softmax(reference, temperature, banned, kept)
+            if reverse:
+                torch.exp(log_probs, out=slope)
+                kl = slope.mul_(difference.neg_().add_(log_probs)).sum(-1)
+            else:
+                torch.exp(difference, out=slope)
+                kl = difference.sub_(log_probs).mul_(slope).sum(-1)
+                slope.neg_()
+        ctx.save_for_backward(log_probs, slope, tokens, temperature, banned)
         ctx.entropy_gradient, ctx.dtype = entropy_gradient, logits.dtype
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -119,14 +127,14 @@ class _DistributionScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        log_probs, probs, tokens, temperature, banned = ctx.saved_tensors
+        log_probs, slope, tokens, temperature, banned = ctx.saved_tensors
         of_logprobs, of_entropy, of_kl = (None if g is None else g[:, None] for g in gradients)
         # the gradient of the log-probs, and then in its place that of the logits
-        if probs is None:
+        if slope is None:
             gradient = torch.zeros_like(log_probs)
         else:
             is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-            gradient = torch.mul(probs, -of_kl, out=None if is_kept else probs)
+            gradient = torch.mul(slope, of_kl, out=None if is_kept else slope)
         if ctx.entropy_gradient:
             own = log_probs.exp()
             gradient.sub_(own * of_entropy).sub_((log_probs * of_entropy).mul_(own))
@@ -135,7 +143,7 @@ class _DistributionScores(torch.autograd.Function):
             gradient, log_probs, -1, log_probs.dtype, out=gradient
         )
         gradient.index_fill_(-1, banned, 0.0).div_(temperature)
-        return gradient.to(ctx.dtype), None, None, None, None, None, None
+        return gradient.to(ctx.dtype), *(None for _ in range(7))
 
 
 def _log_softmax(

@@ -254,6 +254,8 @@ class ReferenceStates:
     head: Head
     hidden: Tensor
     """`[tokens, hidden]`."""
+    reverse: bool = False
+    """Whether the divergence is KL(policy ‖ reference) instead of KL(reference ‖ policy)."""
 
 
 def tokens_per_chunk(bundle: ModelBundle, logits_mib: float) -> int:
@@ -336,6 +338,7 @@ def score_states(
             temperature=temperature[:, None],
             banned=bundle.banned(hidden.device),
             reference=logits,
+            reverse=reference is not None and reference.reverse,
             entropy_gradient=entropy_gradient,
             kept=kept,
         )

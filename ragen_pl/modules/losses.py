@@ -42,10 +42,10 @@ class KLPlace(StrEnum):
 class ReferenceKL:
     """Penalty on the divergence from the reference policy, on the tokens of its own mask.
 
-    The gradient of KL(policy‖reference) is that of k1 in the reward or k2 in the loss. k3 and full in the loss have the
-    gradient of KL(reference‖policy), k1 in the loss has none on average. In the reward the other estimators have the
-    gradient of another penalty, by exact enumeration 6% (full), 9% (k2, k3) and 143% (abs) of the one asked for, so
-    only k1 is accepted there.
+    The gradient of KL(policy‖reference) is that of full_reverse or k2 in the loss, or of k1 in the reward. k3 and full
+    in the loss have the gradient of KL(reference‖policy), k1 in the loss has none on average. In the reward the other
+    estimators have the gradient of another penalty, by exact enumeration 6% (full), 9% (k2, k3) and 143% (abs) of the
+    one asked for, so only k1 is accepted there.
 
     With a `coefficient` of 0 the reference is kept and not scored, so the penalty can be switched on later.
 
@@ -190,7 +190,7 @@ class UpdateLoss:
     @property
     def reads_reference_head(self) -> bool:
         """Whether the divergence is computed with the head of the reference."""
-        return self.kl is not None and self.kl.estimator is KLEstimator.FULL
+        return self.kl is not None and self.kl.estimator.over_vocabulary
 
     def entropy_weight(self, entropy: float) -> float:
         """Return the bonus's coefficient at this entropy, `coefficient * clip(1 - entropy / target, 0, 1)`."""

@@ -58,7 +58,7 @@ class TokenScores(NamedTuple):
     values: Tensor | None = None
     """V(s_t) of a critic."""
     kl: Tensor | None = None
-    """KL(reference ‖ policy) over the vocabulary."""
+    """KL(reference ‖ policy) or KL(policy ‖ reference) over the vocabulary."""
     kept: KeptIds | None = None
     """Ids that the engine kept, by `samples.token`; None unless they were asked for."""
     text_logprobs: Tensor | None = None

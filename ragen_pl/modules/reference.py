@@ -40,7 +40,7 @@ def divergence(
         scores: Scores of the policy; their `kl` is returned where it was computed over the vocabulary.
         samples: Samples that were scored.
         reference: Log-probs of the sampled tokens, row after row, `[tokens]`.
-        estimator: Any estimator but `full`, used where `scores.kl` is None.
+        estimator: An estimator of single tokens, used where `scores.kl` is None.
     """
     if scores.kl is not None:
         return scores.kl

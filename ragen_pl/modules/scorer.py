@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.modules.critic import CriticModule, last_values, score_together
 from ragen_pl.modules.forward import ReferenceStates
-from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenReadout, TokenScores
 from ragen_pl.modules.reference import ReferencePolicy
 
@@ -90,9 +91,11 @@ class Scorer:
         Args:
             scores: Return value of `vocabulary_reference` or `token_reference`.
         """
-        if scores is None or self.reference is None or scores.ndim == 1:
+        kl = self.loss.kl
+        if scores is None or self.reference is None or kl is None or scores.ndim == 1:
             return None
-        return ReferenceStates(self.reference, scores)
+        reverse = kl.estimator is KLEstimator.FULL_REVERSE
+        return ReferenceStates(self.reference, scores, reverse=reverse)
 
     def bootstrap(self, batch: TrajectoryBatch, *, tokens_per_forward: int) -> None:
         """Set the value of the state after the last turn of truncated episodes. All ranks must call it."""
@@ -126,7 +129,7 @@ class Scorer:
             return None
         if not self.loss.reads_reference_head:
             return None
-        _check_reference_size(samples, self.policy.bundle)
+        _check_reference_size(samples, self.policy.bundle, self.loss.kl)
         states: Tensor = self.reference(
             samples, images, microbatches=microbatches, readout=StateReadout()
         )
@@ -169,11 +172,12 @@ def _by_place(kept: KeptIds | None, samples: Samples) -> KeptIds | None:
     return None if kept is None else kept.select(samples.token[samples.turn >= 0])
 
 
-def _check_reference_size(samples: Samples, bundle: ModelBundle) -> None:
+def _check_reference_size(samples: Samples, bundle: ModelBundle, kl: ReferenceKL) -> None:
     tokens, width = int((samples.turn >= 0).sum()), bundle.hidden_size
     size = tokens * width * bundle.model.dtype.itemsize / 2**30
     if size > REFERENCE_GIB:
         raise RolloutError(
-            f"algorithm.loss.kl.estimator=full: the reference's states of {tokens} tokens take {size:.0f} GiB, more "
-            f"than {REFERENCE_GIB:.0f}; set algorithm.loss.kl.estimator=k3, or a smaller rollout.groups"
+            f"algorithm.loss.kl.estimator={kl.estimator}: the reference's states of {tokens} tokens take {size:.0f} "
+            f"GiB, more than {REFERENCE_GIB:.0f}; set algorithm.loss.kl.estimator={kl.estimator.from_tokens}, or a "
+            "smaller rollout.groups"
         )

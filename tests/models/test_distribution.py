@@ -1,14 +1,19 @@
 """The distribution that tokens are sampled from: its entropy, and its scores in little memory."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.kl import full_kl
 from ragen_pl.models.distribution import draw, entropy, log_distribution, score_distributions
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 
 
 def test_entropy_by_hand_with_a_banned_token() -> None:
@@ -27,10 +32,11 @@ def test_entropy_by_hand_with_a_banned_token() -> None:
     vocabulary=st.integers(3, 40),
     bans=st.integers(0, 2),
     with_reference=st.booleans(),
+    reverse=st.booleans(),
     entropy_gradient=st.booleans(),
 )
 def test_scores_and_gradients_are_those_of_the_plain_computation(
-    seed, tokens, vocabulary, bans, with_reference, entropy_gradient
+    seed, tokens, vocabulary, bans, with_reference, reverse, entropy_gradient
 ):
     generator = torch.Generator().manual_seed(seed)
 
@@ -54,7 +60,8 @@ def test_scores_and_gradients_are_those_of_the_plain_computation(
     plain = [log_probs.gather(-1, token[:, None]).squeeze(-1), entropy(log_probs)]
     if with_reference:
         of_reference = log_distribution(reference, temperature=temperature, banned=banned)
-        plain.append(full_kl(of_reference.float(), log_probs.float()))
+        pair = [of_reference.float(), log_probs.float()]
+        plain.append(full_kl(*(pair[::-1] if reverse else pair)))
 
     own = logits.clone().requires_grad_()
     scores = score_distributions(
@@ -63,6 +70,7 @@ def test_scores_and_gradients_are_those_of_the_plain_computation(
         temperature=temperature,
         banned=banned,
         reference=reference.clone() if with_reference else None,
+        reverse=reverse,
         entropy_gradient=entropy_gradient,
     )
     assert (
@@ -73,7 +81,81 @@ def test_scores_and_gradients_are_those_of_the_plain_computation(
     torch.testing.assert_close(gradient(scores, own), gradient(plain, leaf), rtol=1e-5, atol=1e-6)
 
 
-def test_a_kept_graph_gives_the_gradient_of_a_divergence_again():
+def divergence_of(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of a student as a leaf, and their divergence from the teacher at each token."""
+    leaf = torch.tensor(given["student_logits"]).requires_grad_()
+    scores = score_distributions(
+        leaf * 1,
+        torch.zeros(len(leaf), dtype=torch.int64),
+        temperature=torch.tensor(given["temperature"])[:, None],
+        banned=torch.tensor(given["banned"], dtype=torch.int64),
+        reference=torch.tensor(given["teacher_logits"]),
+        reverse=given["direction"] == "reverse",
+    )
+    return leaf, scores.kl
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN if case["kind"] == "opd_full"])
+def test_divergence_and_gradient_of_the_reference(case):
+    """Both directions, with temperatures, banned ids and weights of tokens."""
+    given, expected = case["inputs"], case["outputs"]
+    leaf, divergence = divergence_of(given)
+    weight = torch.tensor(given["weight"])
+    loss = aggregate(
+        divergence[None], weight[None], how=Aggregation.TOKEN_MEAN, tokens=weight.sum(), sequences=1
+    )
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    found = {
+        "divergence": divergence * (weight > 0),
+        "loss": loss,
+        "grad_student_logits": gradient,
+    }
+    for name, value in found.items():
+        torch.testing.assert_close(value, torch.tensor(expected[name]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_equal_distributions_have_no_divergence_and_no_gradient(direction):
+    logits = 4 * torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    given = {
+        "student_logits": logits.tolist(),
+        "teacher_logits": (logits + 2.0).tolist(),
+        "temperature": [0.5, 1.0, 1.5],
+        "banned": [1],
+        "direction": direction,
+    }
+    leaf, divergence = divergence_of(given)
+    (gradient,) = torch.autograd.grad(divergence.sum(), leaf)
+    assert divergence.abs().max() < 1e-6 and gradient.abs().max() < 1e-6
+    given["teacher_logits"] = given["student_logits"]
+    leaf, divergence = divergence_of(given)
+    assert not divergence.any()
+    (gradient,) = torch.autograd.grad(divergence.sum(), leaf)
+    assert gradient.abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_divergence_of_each_direction_keeps_two_tensors_of_the_logits_shape(reverse):
+    kept = []
+
+    def pack(tensor):
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        score_distributions(
+            torch.randn(2, 5, requires_grad=True) * 1,
+            torch.tensor([1, 2]),
+            temperature=torch.ones(2, 1),
+            banned=torch.tensor([0]),
+            reference=torch.randn(2, 5),
+            reverse=reverse,
+        )
+    assert kept.count((2, 5)) == 2
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_kept_graph_gives_the_gradient_of_a_divergence_again(reverse):
     """Its buffer is used up by the last backward pass alone."""
     leaf = torch.randn(2, 5, requires_grad=True)
     scores = score_distributions(
@@ -82,6 +164,7 @@ def test_a_kept_graph_gives_the_gradient_of_a_divergence_again():
         temperature=torch.ones(2, 1),
         banned=torch.tensor([0]),
         reference=torch.randn(2, 5),
+        reverse=reverse,
     )
     (first,) = torch.autograd.grad(scores.kl.sum(), leaf, retain_graph=True)
     (second,) = torch.autograd.grad(scores.kl.sum(), leaf)

@@ -85,7 +85,7 @@ def gradient(make, agent, batch: TrajectoryBatch) -> torch.Tensor:
     ],
     ids=["ppo", "gspo", "cispo", "dppo", "dppo_turn"],
 )
-@pytest.mark.parametrize("estimator", ["k3", "full"])
+@pytest.mark.parametrize("estimator", ["k3", "full", "full_reverse"])
 def test_gradient_does_not_depend_on_the_division(make, policy, aggregation, estimator) -> None:
     kl = ReferenceKL(coefficient=0.1, aggregation=Aggregation.TOKEN_MEAN, estimator=estimator)
     loss = UpdateLoss(policy=policy(aggregation=aggregation), kl=kl, entropy_coefficient=0.1)

@@ -37,7 +37,7 @@ def scored(make):
     return policy, samples, reference, states
 
 
-def plain_scores(policy, samples, reference, states):
+def plain_scores(policy, samples, reference, states, *, reverse):
     """The same by autograd alone, with all logits at once."""
     rows = [torch.arange(len(samples))]
     (found,) = sampled_states(policy.bundle, samples, (), rows)
@@ -48,7 +48,8 @@ def plain_scores(policy, samples, reference, states):
         states[samples.token[at]].detach(), temperature=temperature
     )
     logprobs = log_probs.gather(-1, samples.input_ids[at][:, None]).squeeze(-1)
-    return at, (logprobs, entropy(log_probs), full_kl(of_reference, log_probs))
+    pair = (log_probs, of_reference) if reverse else (of_reference, log_probs)
+    return at, (logprobs, entropy(log_probs), full_kl(*pair))
 
 
 def gradients(policy, scores):
@@ -63,14 +64,14 @@ def gradients(policy, scores):
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(chunk=st.integers(1, 400), parts=st.integers(1, 4))
-def test_chunks_change_neither_scores_nor_gradients(scored, chunk, parts):
+@given(chunk=st.integers(1, 400), parts=st.integers(1, 4), reverse=st.booleans())
+def test_chunks_change_neither_scores_nor_gradients(scored, chunk, parts, reverse):
     policy, samples, reference, states = scored
-    at, plain = plain_scores(policy, samples, reference, states)
+    at, plain = plain_scores(policy, samples, reference, states, reverse=reverse)
     numbers = samples.token[samples.turn >= 0]
     vocabulary = policy.bundle.lm_head(states[:1]).shape[-1]
     readout = TokenReadout(
-        reference=ReferenceStates(reference, states[numbers]),
+        reference=ReferenceStates(reference, states[numbers], reverse=reverse),
         logits_mib=(chunk + 0.5) * 4 * vocabulary / 2**20,
     )
     rows = [part for part in torch.arange(len(samples)).tensor_split(parts) if len(part)]

@@ -71,7 +71,10 @@ def test_a_response_does_not_depend_on_the_others(make) -> None:
 
 @pytest.mark.parametrize(
     ("place", "estimator"),
-    [*[(KLPlace.LOSS, estimator) for estimator in ("full", "k1", "k3")], (KLPlace.REWARD, "k1")],
+    [
+        *[(KLPlace.LOSS, estimator) for estimator in ("full", "full_reverse", "k1", "k3")],
+        (KLPlace.REWARD, "k1"),
+    ],
 )
 def test_at_unchanged_weights_nothing_has_moved(make, place, estimator) -> None:
     penalty = ReferenceKL(coefficient=0.5, estimator=estimator, place=place)

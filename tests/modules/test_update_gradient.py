@@ -254,7 +254,7 @@ def test_value_loss_covers_tokens_outside_the_advantage_mask(make):
     assert figure() != pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize("estimator", ["full", "k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["full", "full_reverse", "k1", "k2", "k3"])
 def test_divergence_is_zero_at_first_and_ignores_the_action(make, estimator):
     loss = UpdateLoss(kl=ReferenceKL(coefficient=1.0, estimator=estimator))
     agent = make.agent(loss=loss)
