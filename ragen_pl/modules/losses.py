@@ -151,6 +151,7 @@ class UpdateLoss:
 
     Attributes:
         policy: loss of the policy.
+        policy_coefficient: weight of the policy's loss; with 0 no advantage moves the policy, and another term has to.
         kl: penalty on the divergence from a reference policy; None for no reference.
         value_coefficient: weight of the critic's loss.
         value_clip: largest distance of a value from that of the rollout; None for no clip.
@@ -165,6 +166,7 @@ class UpdateLoss:
     needs_trust = ()
 
     policy: PolicyLoss = field(default_factory=PolicyLoss)
+    policy_coefficient: NonNegative = 1.0
     kl: ReferenceKL | None = None
     value_coefficient: NonNegative = 0.5
     value_clip: Positive | None = None
@@ -176,11 +178,21 @@ class UpdateLoss:
 
     def __post_init__(self) -> None:
         self._reported_rows = False
+        if not (self._trains_sampled or self._has_kl or self.trains_text):
+            raise ValueError(
+                f"algorithm.loss.policy_coefficient={self.policy_coefficient:g}: no other term of the loss trains the "
+                "policy; set 1.0, or a penalty in the loss (algorithm.loss.kl.coefficient, place=loss)"
+            )
         if self.entropy_target is not None and self.entropy_coefficient == 0:
             raise ValueError(
                 f"algorithm.loss.entropy_target={self.entropy_target}: there is no entropy bonus to steer; set "
                 "algorithm.loss.entropy_coefficient=0.01"
             )
+
+    @property
+    def _trains_sampled(self) -> bool:
+        """Whether the policy learns at the tokens of M_loss: by its own loss or the entropy bonus."""
+        return self.policy_coefficient > 0 or self.entropy_coefficient != 0
 
     @property
     def trains_text(self) -> bool:
@@ -313,7 +325,9 @@ class UpdateLoss:
         The value loss trains the policy too where the critic reads its states.
         """
         loss_tokens, value_tokens, kl_tokens = batch.counted[:3]
-        policy = loss_tokens | kl_tokens if self._has_kl else loss_tokens
+        policy = loss_tokens & self._trains_sampled
+        if self._has_kl:
+            policy = policy | kl_tokens
         if self.trains_text:
             policy = policy | batch.counted[3]
         if critic is None:
@@ -375,7 +389,7 @@ class UpdateLoss:
         value = self._value_loss(scores, batch)
         kl, kl_sum, kl_tokens = self._reference_kl(scores, batch)
         text = self._text_loss(scores, batch)
-        loss = policy + self.value_coefficient * value + kl + text
+        loss = self.policy_coefficient * policy + self.value_coefficient * value + kl + text
         loss = loss - self.entropy_weight(batch.entropy) * entropy
         sums = {
             "tokens": surrogate.tokens,

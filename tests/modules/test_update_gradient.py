@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragen_pl.algorithms.aggregation import Aggregation
-from ragen_pl.algorithms.masks import action_span, until_action
+from ragen_pl.algorithms.masks import action_span, sampled, until_action
 from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings
@@ -275,3 +275,34 @@ def test_divergence_is_zero_at_first_and_ignores_the_action(make, estimator):
     others = minibatch.samples.token[held]
     minibatch.reference[others] -= 3.0
     assert make.gradient(agent, [minibatch])[0] != pytest.approx(before[0], rel=1e-3)
+
+
+def test_without_the_policy_loss_advantages_move_nothing(make):
+    kl = ReferenceKL(
+        coefficient=0.5, estimator="full_reverse", mask=sampled, aggregation=Aggregation.TOKEN_MEAN
+    )
+    agent = make.agent(loss=UpdateLoss(policy_coefficient=0.0, kl=kl, value_coefficient=0.0))
+    minibatch = make.minibatch(make.batch(agent))
+    nudge(agent)
+    before = make.gradient(agent, [minibatch])
+    metrics = agent.statistics.totals()
+    assert metrics["policy_loss"] != 0.0 and metrics["tokens"] > 0
+    assert before[0] == pytest.approx(metrics["kl_loss"], rel=1e-5) and before[0] > 0
+    minibatch.samples.advantages.mul_(-3.0).add_(1.0)
+    assert_close(make.gradient(agent, [minibatch]), before, tolerance=1e-9)
+    # a step with tokens of M_loss alone has none for the policy
+    without = replace(minibatch, counted=torch.tensor([True, True, False, False]))
+    assert not bool(agent.has_tokens(without)["policy"])
+    assert bool(agent.has_tokens(minibatch)["policy"])
+    agent.loss.policy_coefficient = 0.1
+    assert bool(agent.has_tokens(without)["policy"])
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_a_policy_that_no_term_trains_is_refused(place):
+    coefficient = 0.0 if place == "loss" else 0.1
+    kl = ReferenceKL(coefficient=coefficient, estimator="k1", place=place)
+    for penalty in (None, kl):
+        with pytest.raises(ValueError, match=r"policy_coefficient=0: no other term .* set 1\.0"):
+            UpdateLoss(policy_coefficient=0.0, kl=penalty)
+    assert UpdateLoss(policy_coefficient=0.0, entropy_coefficient=0.1)
