@@ -67,7 +67,12 @@ class Checkpoint:
 
 
 def find_checkpoint(
-    ckpt: str, *, root: str, name: str | None = None, run_dir: str | None = None
+    ckpt: str,
+    *,
+    root: str,
+    name: str | None = None,
+    run_dir: str | None = None,
+    key: str = "ckpt",
 ) -> Checkpoint:
     """Resolve `ckpt` to a file or folder.
 
@@ -76,6 +81,7 @@ def find_checkpoint(
         root: folder of the runs.
         name: environment of the newest run for `best` and `last`; None for any environment.
         run_dir: run for `best` and `last`, or the run of a moved checkpoint.
+        key: the setting that names it, for error messages.
 
     Raises:
         ConfigError: there is no such checkpoint.
@@ -91,7 +97,7 @@ def find_checkpoint(
         if (path / "config.yaml").exists():
             return Checkpoint(_in_run(path, which="last"), path)
         raise ConfigError(
-            f"ckpt={ckpt}: the folder holds no model (config.json) and no run (config.yaml)"
+            f"{key}={ckpt}: the folder holds no model (config.json) and no run (config.yaml)"
         )
     if path.is_file():
         path = path.absolute()
@@ -99,7 +105,7 @@ def find_checkpoint(
     if _RUN_ID.fullmatch(ckpt):
         run = _run_in_mlflow(ckpt, root=root)
         return Checkpoint(_in_run(run, which="last"), run)
-    raise ConfigError(f"ckpt={ckpt}: there is no such file or folder; give {_CHOICES}")
+    raise ConfigError(f"{key}={ckpt}: there is no such file or folder; give {_CHOICES}")
 
 
 def newest_run(root: str, *, name: str | None, which: str) -> Path:

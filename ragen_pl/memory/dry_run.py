@@ -360,9 +360,9 @@ def minibatch_of(agent: AgentModule, workload: Workload) -> Minibatch:
     kl = agent.loss.kl
     if kl is not None and kl.coefficient:
         full = kl.estimator.over_vocabulary
-        reference = (
-            torch.zeros(tokens, agent.policy.bundle.hidden_size) if full else torch.zeros(tokens)
-        )
+        assert agent.reference is not None
+        width = agent.reference.bundle.hidden_size
+        reference = torch.zeros(tokens, width) if full else torch.zeros(tokens)
     count = torch.tensor(float(tokens))
     return Minibatch(
         samples=samples,

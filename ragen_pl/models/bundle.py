@@ -120,6 +120,34 @@ class ModelBundle:
         """Return why another model can't read this one's token ids and images, None if it can."""
         if other.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             return "its tokenizer is another"
+        return self.image_difference(other)
+
+    def token_difference(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
+        """Return how a tokenizer reads one of this model's ids otherwise, None if it reads all of them alike.
+
+        An id is read alike if its token and its text are the same. Ids without a token, by which a vocabulary is
+        padded, and further ids of the other tokenizer do not count.
+        """
+        ids = list(self.token_ids)
+        own, others = _tokens(self.tokenizer), _tokens(tokenizer)
+        found = next((number for number in ids if own.get(number) != others.get(number)), None)
+        if found is not None:
+            other = repr(others[found]) if found in others else "no token"
+            return f"its tokenizer is another: id {found} is {own[found]!r} to the policy, and {other} to it"
+        one_each = [[number] for number in ids]
+        texts = zip(
+            ids,
+            self.tokenizer.batch_decode(one_each),
+            tokenizer.batch_decode(one_each),
+            strict=True,
+        )
+        for number, text, other in texts:
+            if text != other:
+                return f"its tokenizer is another: id {number} is {text!r} to the policy, and {other!r} to it"
+        return None
+
+    def image_difference(self, other: ModelBundle) -> str | None:
+        """Return why another model can't read this one's images, None if it can."""
         if other.image_token_id != self.image_token_id:
             return "its token of an image is another"
         if self.processor is None or other.processor is None:
@@ -436,3 +464,9 @@ class ModelBundle:
         """Move the model and return the bundle."""
         torch.nn.Module.to(self.model, device)
         return self
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return a tokenizer's tokens by id."""
+    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    return {number: token for token, number in tokenizer.get_vocab().items()} | added

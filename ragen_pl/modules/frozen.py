@@ -125,7 +125,7 @@ def frozen_problem(
             return (
                 f"the {name}'s frozen weights are not those of the checkpoint: their {changed} changed; give "
                 + (
-                    "the run's warm_start.pt and model.build.path as they were"
+                    "the run's warm_start.pt, model.build.path and algorithm.loss.kl.reference.path as they were"
                     if name == "reference"
                     else "model.build.path as it was"
                 )

@@ -18,7 +18,7 @@ from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import NonNegative, Positive
-from ragen_pl.base.run_facts import RunFacts
+from ragen_pl.base.run_facts import ChecksRun, RunFacts
 from ragen_pl.data.batch import CreditLayout, Minibatch
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.modules.critic import CriticModule
@@ -264,6 +264,8 @@ class UpdateLoss:
             self.require_correction()
         if self.echo is not None:
             self.echo.check_run(facts)
+        if self.kl is not None and isinstance(self.kl.reference, ChecksRun):
+            self.kl.reference.check_run(facts)
         if self.whiten and facts.baseline is not None:
             facts.refuse_whitening(facts.estimator, scope=facts.baseline)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,11 @@ class WithoutAdapters:
     def __init__(self, policy: PolicyModule) -> None:
         self.policy = policy
 
+    @property
+    def bundle(self) -> ModelBundle:
+        """The policy's model."""
+        return self.policy.bundle
+
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[…, vocab]` of hidden states `[…, hidden]`."""
         with adapters_off(self.policy.bundle.model):
@@ -87,6 +92,18 @@ class Reference(Protocol):
 
     def follow(self, reference: ReferencePolicy, policy: PolicyModule) -> None:
         """Move the reference; called once an iteration, before credit is assigned."""
+
+
+@runtime_checkable
+class ChecksPolicy(Protocol):
+    """Reference that does not fit every policy."""
+
+    def check(self, policy: ModelBundle) -> None:
+        """Check that it fits a policy's model; called before anything is trained.
+
+        Raises:
+            ConfigError: It does not.
+        """
 
 
 @dataclass(frozen=True)

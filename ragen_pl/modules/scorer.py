@@ -129,7 +129,7 @@ class Scorer:
             return None
         if not self.loss.reads_reference_head:
             return None
-        _check_reference_size(samples, self.policy.bundle, self.loss.kl)
+        _check_reference_size(samples, self.reference.bundle, self.loss.kl)
         states: Tensor = self.reference(
             samples, images, microbatches=microbatches, readout=StateReadout()
         )

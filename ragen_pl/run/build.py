@@ -26,7 +26,9 @@ from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.models.merging import check_merging
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.modules.reference import ChecksPolicy
 from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.prompts.context import ContextManager
@@ -60,6 +62,9 @@ def assemble(cfg: DictConfig) -> RunComponents:
     """Build model, policy, critic, environments, contexts and validation sets."""
     bundle = build_bundle(cfg)
     check_merging(bundle.model)
+    loss: UpdateLoss = instantiate(cfg.algorithm.loss, _convert_="all")
+    if loss.kl is not None and isinstance(loss.kl.reference, ChecksPolicy):
+        loss.kl.reference.check(bundle)
     policy = build_policy(bundle, cfg["update"])
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
     context = ContextManager(bundle, **plain(cfg.context))

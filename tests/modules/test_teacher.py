@@ -1,0 +1,198 @@
+"""On-policy distillation: the policy learns the distribution of another model of its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_models import TEXT, VISION
+
+from ragen_pl.algorithms.aggregation import Aggregation
+from ragen_pl.algorithms.kl import full_kl, kl_estimate
+from ragen_pl.algorithms.masks import sampled
+from ragen_pl.config import ConfigError
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.models.adapters import choose_trained_weights
+from ragen_pl.models.build import build_small_lm, build_small_vlm
+from ragen_pl.models.distribution import log_distribution
+from ragen_pl.modules.frozen import fingerprints, frozen_problem, without_frozen
+from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
+from ragen_pl.run.teacher import Teacher
+
+LARGER = TEXT | {"hidden_size": 48, "num_hidden_layers": 3}
+
+
+def save(bundle, folder: Path) -> str:
+    bundle.save(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A larger model than the policy."""
+    return save(build_small_lm(seed=7, text=LARGER), tmp_path_factory.mktemp("teacher"))
+
+
+def distillation(path: str, *, estimator: str = "full_reverse") -> UpdateLoss:
+    penalty = ReferenceKL(
+        coefficient=1.0, estimator=estimator, mask=sampled, aggregation=Aggregation.TOKEN_MEAN,
+        reference=Teacher(path=path),
+    )  # fmt: skip
+    return UpdateLoss(policy_coefficient=0.0, value_coefficient=0.0, whiten=False, kl=penalty)
+
+
+def plain_divergence(agent, samples, *, estimator: str) -> torch.Tensor:
+    """Return the divergence at each sampled token, row after row, from the logits of both models."""
+    bundle, found = agent.policy.bundle, []
+    for row in range(len(samples)):
+        ids = samples.input_ids[row : row + 1, : int(samples.length[row])]
+        at = (samples.turn[row] >= 0).nonzero().flatten()
+        own, teacher = (
+            log_distribution(
+                model(ids).logits[0, at - 1, : bundle.logit_count],
+                temperature=samples.temperature[row, at][:, None],
+                banned=bundle.banned(ids.device),
+            )
+            for model in (agent.policy.model, agent.reference.model)
+        )
+        if estimator == "full_reverse":
+            found.append(full_kl(own, teacher))
+        elif estimator == "full":
+            found.append(full_kl(teacher, own))
+        else:
+            pair = [one.gather(-1, ids[0, at][:, None]).squeeze(-1) for one in (own, teacher)]
+            found.append(kl_estimate(*pair, how=estimator))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("estimator", ["full_reverse", "full", "k2"])
+def test_a_teacher_of_another_size_scores_the_policys_tokens(make, folder, estimator) -> None:
+    agent = make.agent(loss=distillation(folder, estimator=estimator))
+    batch = make.batch(agent, temperature=0.7)
+    width = [] if estimator == "k2" else [48]
+    assert list(batch.reference.shape[1:]) == width
+    with torch.no_grad():
+        expected = plain_divergence(agent, batch.samples, estimator=estimator)
+    assert expected.mean() > 0.01
+    loss, gradients = make.gradient(agent, [make.minibatch(batch)])
+    assert loss == pytest.approx(float(expected.mean()), rel=1e-4)
+    assert any(gradient.any() for gradient in gradients.values())
+    assert not any(name.startswith("reference.") for name in gradients)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_gradient_is_the_plain_one_however_the_samples_are_split(make, folder, lora) -> None:
+    def adapt(bundle) -> None:
+        if lora is not None:
+            choose_trained_weights(bundle.model, lora=lora)
+
+    agent = make.agent(loss=distillation(folder), change=adapt)
+    batch = make.batch(agent, window="all")
+    agent.zero_grad()
+    plain_divergence(agent, batch.samples, estimator="full_reverse").mean().backward()
+    expected = {
+        name: weight.grad.clone()
+        for name, weight in agent.named_parameters()
+        if weight.grad is not None
+    }
+    assert expected and all(name.startswith("policy.") for name in expected)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 1e-3
+    longest = int(batch.samples.length.max())
+    for changes in ({}, {"accumulate": 3}, {"tokens_per_microbatch": longest}, {"accumulate": 40}):
+        split = list(MinibatchLoader(batch, epochs=1, minibatches=1, **changes))
+        _, found = make.gradient(agent, split)
+        assert found.keys() >= expected.keys()
+        for name, gradient in found.items():  # of the critic: 0
+            difference = gradient - expected.get(name, torch.zeros_like(gradient))
+            assert float(difference.abs().max()) < 2e-5 * largest, name
+
+
+def test_the_policys_own_distribution_teaches_nothing(make, tmp_path) -> None:
+    path = save(make.bundle(seed=0), tmp_path)
+    agent = make.agent(loss=distillation(path))
+    loss, gradients = make.gradient(agent, [make.minibatch(make.batch(agent))])
+    assert abs(loss) < 1e-6
+    assert all(gradient.abs().max() < 1e-6 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize(("own", "others"), [(0, 5), (5, 0), (2, 5)])
+def test_padded_vocabularies_change_nothing(make, tmp_path, own, others) -> None:
+    """Rows of the head without a token, of the policy's and of the teacher's model."""
+
+    def pad(bundle, rows: int):
+        if rows:
+            bundle.model.resize_token_embeddings(bundle.logit_count + rows, mean_resizing=False)
+        return bundle
+
+    losses = []
+    for policy, teacher in ((0, 0), (own, others)):
+        bundle = pad(build_small_lm(seed=7, text=LARGER), teacher)
+        path = save(bundle, tmp_path / f"{policy}_{teacher}")
+        agent = make.agent(
+            loss=distillation(path), change=lambda bundle, rows=policy: pad(bundle, rows)
+        )
+        assert agent.reference.bundle.logit_count == agent.policy.bundle.logit_count
+        losses.append(make.gradient(agent, [make.minibatch(make.batch(agent))])[0])
+    assert losses[0] > 0.01 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_another_tokenizer_is_refused_with_the_id(make, tmp_path) -> None:
+    words = ["left", "right"]
+    path = save(build_small_lm(text=TEXT, words=words), tmp_path / "teacher")
+    for reader in (Teacher(path=path).check, lambda bundle: make.agent(loss=distillation(path))):
+        reader(make.bundle())  # further words of the teacher are no ids of the policy
+    policy = build_small_lm(text=TEXT, words=["up", "down"])
+    with pytest.raises(ConfigError, match=r"reference\.path=.*: id \d+ is .*up.* and .*left.* to"):
+        Teacher(path=path).check(policy)
+    policy = build_small_lm(text=TEXT, words=[*words, "up"])
+    with pytest.raises(ConfigError, match=r"is ' up' to the policy, and no token to it, .* give"):
+        Teacher(path=path).check(policy)
+
+
+def test_a_teacher_that_sees_images_in_another_way_is_refused(make, folder, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"reference\.path=.*: its token of an image is another"):
+        make.agent(loss=distillation(folder), images=True)
+    path = save(build_small_vlm(seed=7, text=LARGER, vision=VISION), tmp_path)
+    agent = make.agent(loss=distillation(path), images=True)
+    loss, _ = make.gradient(agent, [make.minibatch(make.batch(agent, groups=2))])
+    assert loss > 0.01
+
+
+def test_what_is_no_teacher_is_refused_before_a_model_is_read(tmp_path) -> None:
+    key = r"algorithm\.loss\.kl\.reference\.path="
+    for place, reason in (
+        (tmp_path / "none", "there is no such file or folder; give a checkpoint"),
+        (tmp_path, "holds no model"),
+        (Path(__file__), r"no run's config\.yaml next to it"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}{place}: .*{reason}"):
+            Teacher(path=str(place))
+
+
+def test_checkpoints_hold_a_fingerprint_of_the_teacher_in_place_of_its_weights(
+    make, folder, tmp_path
+) -> None:
+    agent = make.agent(loss=distillation(folder))
+    assert not any(
+        name.startswith("reference.") for name in without_frozen(agent, agent.state_dict())
+    )
+    saved = fingerprints(agent)
+    assert frozen_problem(saved, fingerprints(make.agent(loss=distillation(folder)))) is None
+    other = save(build_small_lm(seed=8, text=LARGER), tmp_path)
+    problem = frozen_problem(saved, fingerprints(make.agent(loss=distillation(other))))
+    assert problem is not None and "algorithm.loss.kl.reference.path" in problem
+
+
+def test_settings_of_somebody_else_are_checked_as_elsewhere(tmp_path) -> None:
+    settings = {"model": {"build": {"_target_": "their.module.build"}}, "env": {"target": "bandit"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings | {"rollout": {}}))
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"state_dict": {}}, tmp_path / "checkpoints" / "last.ckpt")
+    with pytest.raises(
+        ConfigError, match=r"model\.build\._target_=their\.module\.build names code"
+    ):
+        Teacher(path=str(tmp_path))
+    assert Teacher(path=str(tmp_path), trust=True)
