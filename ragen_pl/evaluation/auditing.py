@@ -364,6 +364,9 @@ def _advantages(
         estimator = instantiate(algorithm.estimator, _convert_="all")
         masks: Masks = instantiate(algorithm.masks, _convert_="all")
         normalizer = instantiate(algorithm.get("normalize"), _convert_="all")
+    if algorithm.loss.get("policy_coefficient") == 0:
+        log.info("%s is left out: no advantage moves its policy", name)
+        return None
     if estimator.needs_values and critic is None:
         log.info("%s is left out: it needs a critic, which the run has not", name)
         return None

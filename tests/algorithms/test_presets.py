@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from ragen_pl.config import ConfigError, config_dir
+from ragen_pl.run.build import build_bundle
 
 PRESETS = sorted(file.stem for file in (config_dir() / "algorithm").glob("*.yaml"))
+TEACHER = "algorithm.loss.kl.reference.path"
 ALGORITHMS = "ragen_pl.algorithms"
 KEEP = f"algorithm.filter.keep._target_={ALGORITHMS}.group_filter"
 MASK = f"algorithm.masks.loss._target_={ALGORITHMS}.masks"
@@ -164,15 +166,34 @@ def test_setting_changes_later_iterations(run, base: str, switch: str, metric: s
     assert not torch.allclose(before.weights, after.weights, rtol=0, atol=1e-6)
 
 
-def test_presets_lead_to_different_weights(run) -> None:
+@pytest.fixture(scope="session")
+def teacher(config_of, tmp_path_factory) -> str:
+    """Return the override that names a larger model with other weights."""
+    folder = tmp_path_factory.mktemp("teacher")
+    larger = ("++model.build.text.hidden_size=32", "model.build.seed=7")
+    build_bundle(config_of("algorithm=starpo", *larger)).save(folder)
+    return f"{TEACHER}={folder}"
+
+
+def test_presets_lead_to_different_weights(run, teacher) -> None:
     assert len(PRESETS) >= 13
-    ends = {name: run(f"algorithm={name}").weights for name in PRESETS}
+    more = {"opd": (teacher,)}
+    ends = {name: run(f"algorithm={name}", *more.get(name, ())).weights for name in PRESETS}
     start = run("algorithm=starpo", "optimizer.lr=0").weights
     for name in PRESETS:
         assert not torch.allclose(ends[name], start, rtol=0, atol=1e-5), f"{name} learns nothing"
     for first, second in combinations(PRESETS, 2):
         same = torch.allclose(ends[first], ends[second], rtol=0, atol=1e-6)
         assert not same, f"{first} is {second}"
+
+
+@pytest.mark.parametrize("estimator", ["full_reverse", "full"])
+def test_the_divergence_from_a_teacher_falls_whatever_the_rewards(run, teacher, estimator) -> None:
+    distilled = ("algorithm=opd", teacher, f"algorithm.loss.kl.estimator={estimator}")
+    first, last = (run(*distilled, iterations=count).metrics["kl_loss"] for count in (1, 6))
+    assert 0 < last < 0.7 * first
+    other = run(*distilled, "algorithm.rewards.weights.turn=-9.0", iterations=6)
+    assert torch.equal(other.weights, run(*distilled, iterations=6).weights)
 
 
 def test_trico_without_discounts_and_with_the_same_masks_equals_starpo(run) -> None:
@@ -199,6 +220,9 @@ REFUSED = [
     ),
     ("gdpo +algorithm.estimator.weights={environment/goal:1.0}", "is a part of environment"),
     ("evpo algorithm.critic=none", "GatedGAE needs values"),
+    ("opd", f"{TEACHER} has no value; set {TEACHER}=…"),
+    (f"opd {TEACHER}=/nowhere", f"{TEACHER}=/nowhere: there is no such file or folder; give a"),
+    ("starpo algorithm.loss.kl=null algorithm.loss.policy_coefficient=0", "no other term"),
     ("echo context.window=1", "no response before an observation"),
     ("dppo algorithm.loss.policy.dual_clip=3.0", "has no dual clip"),
     ("starpo_s rollout.group_size=1", "GroupFilter compares"),
@@ -262,3 +286,10 @@ def test_meaningless_combinations_are_rejected_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         config_of(*f"algorithm={overrides}".split())
+
+
+def test_a_teacher_without_a_gradient_is_refused(config_of, teacher) -> None:
+    with pytest.raises(
+        ConfigError, match=r"kl\.estimator=k1: in the loss .* set full_reverse or k2"
+    ):
+        config_of("algorithm=opd", teacher, "algorithm.loss.kl.estimator=k1")

@@ -208,6 +208,19 @@ def test_a_sharded_reference_keeps_its_head_whole_for_a_full_divergence(folder):
     assert reference["full"] - reference["k3"] == pytest.approx(head.nbytes * 3 / 4, rel=0.01)
 
 
+def test_a_teacher_of_another_size_is_planned_without_its_weights(folder, tmp_path):
+    teacher = build_small_lm(text=TEXT | {"hidden_size": 48, "num_hidden_layers": 4})
+    teacher.save(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    overrides = ("env=frozenlake", *LOADED, f"model.build.path={folder}", "algorithm=opd")
+    cfg = on_cpu(*overrides, f"algorithm.loss.kl.reference.path={tmp_path}")
+    phases = plan_memory(cfg, Counts()).phases
+    size = sum(weight.nbytes for weight in teacher.model.parameters())
+    # and tables of positions
+    assert phases[0].parts["reference"] == pytest.approx(size, rel=1e-3)
+    assert phases[0].parts["weights"] != pytest.approx(size, rel=0.1)
+
+
 def test_the_copy_of_vllm_is_planned(folder, monkeypatch):
     monkeypatch.setattr("ragen_pl.engines.vllm.rules.find_spec", lambda name: object())
     overrides = (
