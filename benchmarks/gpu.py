@@ -48,6 +48,7 @@ from phases import PhaseMeter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ragen_pl.assembly.build import assemble_agent, build_bundle, build_critic, build_policy, plain
 from ragen_pl.config.paths import config_dir
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt
@@ -61,7 +62,6 @@ from ragen_pl.models.norms import own_norms
 from ragen_pl.models.small_vlm.tokenizer import load_tokenizer
 from ragen_pl.modules.forward import LOGITS_MIB, score_states, tokens_per_chunk
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy, plain
 from ragen_pl.run.train import quieten, train
 
 # tensor cores in bfloat16 without sparsity, in units of 1e12 operations a second, from NVIDIA's data sheets

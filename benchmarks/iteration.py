@@ -22,11 +22,11 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from timing import CLOCKS, Clock, StepTimer, Stopwatch, use_threads, warm_started
 
+from ragen_pl.assembly.build import build_agent, build_datamodule
 from ragen_pl.data import datamodule as datamodule_file
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.agent import AgentModule
-from ragen_pl.run.build import build_agent, build_datamodule
 
 TARGET_RATIO = 1.2
 RECIPE = (

@@ -16,15 +16,15 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from timing import use_threads
 
+from ragen_pl.assembly.build import assemble
+from ragen_pl.assembly.start_check import engine_factory
+from ragen_pl.assembly.weights import load_weights
 from ragen_pl.engines.occlusion import LeaveOut
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.metrics.proportions import wilson
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout import responders
-from ragen_pl.run.build import assemble
-from ragen_pl.run.start_check import engine_factory
 from ragen_pl.run.train import quieten
-from ragen_pl.run.weights import load_weights
 from ragen_pl.trajectory import Trajectory
 
 Scores = Callable[..., list[np.ndarray]]

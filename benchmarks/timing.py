@@ -16,9 +16,9 @@ import lightning.pytorch as pl
 import torch
 from hydra import compose, initialize_config_dir
 
+from ragen_pl.assembly.build import RunComponents, assemble
 from ragen_pl.checkpoints.folder import configured_run
 from ragen_pl.config.paths import config_dir
-from ragen_pl.run.build import RunComponents, assemble
 from ragen_pl.run.train import open_run, quieten, warm_start
 
 Clock = Callable[[], float]

@@ -42,9 +42,9 @@ import trl_side
 from alternation import Meter, Record, Side
 from timing import CLOCKS, use_threads, warm_started
 
+from ragen_pl.assembly.build import RunComponents, build_agent, build_datamodule
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
-from ragen_pl.run.build import RunComponents, build_agent, build_datamodule
 
 OURS, TRL = SIDES = ("ragen_pl", "TRL")
 PACKAGES = ("trl", "datasets")

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from alternation import Meter
 
+from ragen_pl.assembly.build import RunComponents, build_datamodule
 from ragen_pl.engines.protocol import Generation, GenerationRequest
 from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.run.build import RunComponents, build_datamodule
 from ragen_pl.trajectory import Trajectory
 
 # of TRL's dataset

@@ -18,12 +18,12 @@ from hydra.utils import instantiate
 from timing import CLOCKS, StepTimer, Stopwatch, build_components, use_threads
 from torch import Tensor
 
+from ragen_pl.assembly.build import RunComponents, build_agent, build_datamodule, build_environments
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.microbatches import default_buckets, split_by_length
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.rollout.scripted import ScriptedResponder
-from ragen_pl.run.build import RunComponents, build_agent, build_datamodule, build_environments
 from ragen_pl.trajectory import Trajectory
 
 TARGET_PADDING = 0.10

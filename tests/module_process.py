@@ -23,7 +23,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "ragen_pl.run.train",
-        "ragen_pl.run.component_checks",
+        "ragen_pl.assembly.component_checks",
         "ragen_pl.tracking.loggers",
         "ragen_pl.tracking.mlflow_outbox",
         "ragen_pl.evaluation.evaluator",

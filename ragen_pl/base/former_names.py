@@ -18,6 +18,7 @@ from types import ModuleType
 PACKAGES = ("envs", "visual_envs")
 _ROOMS = {
     "agent_programs": ("programs", "serving"),
+    "assembly": ("run.build", "run.component_checks", "run.start_check", "run.weights"),
     "base": (
         "access", "checked", "constraints", "data_url", "distributed", "error_text", "files", "finite",
         "foreign_files", "json_text", "machine", "phases", "prompt_formats", "rgb", "run_facts", "seeding",
@@ -37,7 +38,9 @@ _ROOMS = {
         "run.phase_limits", "run.rank_agreement", "run.rank_hub", "run.rank_limits", "run.rank_threads",
         "run.rank_watch", "run.ranks", "run.same_run",
     ),
-    "tracking": ("run.logged_points", "run.loggers", "run.mlflow_outbox", "run.more_loggers", "run.outbox"),
+    "tracking": (
+        "run.checkpoints", "run.logged_points", "run.loggers", "run.mlflow_outbox", "run.more_loggers", "run.outbox",
+    ),
 }  # fmt: skip
 MOVED = {
     **{
@@ -46,7 +49,6 @@ MOVED = {
         for name in names
     },
     "programs": "agent_programs",
-    "run.checkpoints": "evaluation.checkpoints",
     "run.replaying": "replaying.step",
     "run.slurm": "slurm.job_file",
     "run.steps_in_checkpoint": "replaying.steps_in_checkpoint",

@@ -27,6 +27,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
+from ragen_pl.assembly.build import (
+    build_bundle,
+    build_critic,
+    build_engine,
+    build_environments,
+    build_policy,
+    build_proxy,
+    device_named,
+    plain,
+)
+from ragen_pl.assembly.weights import load_initial_weights
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.phases import phase, wide_console
@@ -41,7 +52,6 @@ from ragen_pl.data.collate import collate, usable
 from ragen_pl.data.microbatches import split_for_scoring
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.slot import EpisodeSpec
-from ragen_pl.evaluation.checkpoints import find_checkpoint, run_settings
 from ragen_pl.modules.credit import assign_credit
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import UpdateLoss
@@ -52,17 +62,7 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.attempts import GivenResponse
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder, Responder
-from ragen_pl.run.build import (
-    build_bundle,
-    build_critic,
-    build_engine,
-    build_environments,
-    build_policy,
-    build_proxy,
-    device_named,
-    plain,
-)
-from ragen_pl.run.weights import load_initial_weights
+from ragen_pl.tracking.checkpoints import find_checkpoint, run_settings
 from ragen_pl.trajectory import Trajectory, Turn
 
 log = logging.getLogger(__name__)

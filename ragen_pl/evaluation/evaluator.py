@@ -14,6 +14,16 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.assembly.build import (
+    build_endpoint,
+    build_engine,
+    build_environments,
+    build_proxy,
+    device_named,
+    episode_settings,
+    plain,
+)
+from ragen_pl.assembly.weights import load_bundle, load_weights
 from ragen_pl.base.phases import phase
 from ragen_pl.checkpoints.folder import Run, time_stamped
 from ragen_pl.config.errors import ConfigError
@@ -39,16 +49,6 @@ from ragen_pl.prompts.conversation import Context, TextContext
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.rollout.proxy import Progress, truncation_of
-from ragen_pl.run.build import (
-    build_endpoint,
-    build_engine,
-    build_environments,
-    build_proxy,
-    device_named,
-    episode_settings,
-    plain,
-)
-from ragen_pl.run.weights import load_bundle, load_weights
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.page import PAGE, write_page
 from ragen_pl.viewing.records import Origin, write_episodes

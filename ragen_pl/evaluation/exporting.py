@@ -14,11 +14,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.assembly.build import plain
+from ragen_pl.assembly.weights import load_bundle
 from ragen_pl.base.files import whole_folder
 from ragen_pl.base.finite import first_non_finite
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.trust import write_settings
-from ragen_pl.evaluation.checkpoints import EXPORTED
 from ragen_pl.models.adapters import (
     base_is_changed,
     has_adapters,
@@ -26,8 +27,7 @@ from ragen_pl.models.adapters import (
     only_adapters_are_trained,
 )
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.run.build import plain
-from ragen_pl.run.weights import load_bundle
+from ragen_pl.tracking.checkpoints import EXPORTED
 
 log = logging.getLogger(__name__)
 CODE_MODULES = ("configuration", "decoder", "modeling", "vision", "processing")

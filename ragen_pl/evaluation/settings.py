@@ -35,9 +35,9 @@ from ragen_pl.config.references import (
 )
 from ragen_pl.config.settings import keys_of
 from ragen_pl.config.trust import check_folder, check_settings, is_own, replaced_by
-from ragen_pl.evaluation.checkpoints import Checkpoint, find_checkpoint
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.rollout.settings import EpisodeSettings
+from ragen_pl.tracking.checkpoints import Checkpoint, find_checkpoint
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
 _ENGINE, _BASELINES = "rollout/engine", "validation/baselines"

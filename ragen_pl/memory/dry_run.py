@@ -19,6 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from ragen_pl.assembly.build import (
+    assemble_agent,
+    build_bundle,
+    build_critic,
+    build_policy,
+    choose_accelerator,
+    plain,
+)
+from ragen_pl.assembly.start_check import engine_class
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.engines.protocol import EngineMemory, RolloutSizes
 from ragen_pl.memory.abstract import (
@@ -37,15 +46,6 @@ from ragen_pl.models.norms import fuse_norms
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.optimizers import OptimizerFactory, fuse
 from ragen_pl.modules.separate_gradients import SeparateGradients
-from ragen_pl.run.build import (
-    assemble_agent,
-    build_bundle,
-    build_critic,
-    build_policy,
-    choose_accelerator,
-    plain,
-)
-from ragen_pl.run.start_check import engine_class
 
 MAX_ROWS = 16
 """Samples of a microbatch that are run; the bytes of more are extrapolated."""

@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
+from ragen_pl.assembly.build import plain
 from ragen_pl.base.machine import free_host_memory, gpu_memory
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.relations import ranks_asked_for
@@ -37,7 +38,6 @@ from ragen_pl.memory.workload import Workload, rows_at_once, workload_of
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.forward import SHARED_BYTES
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.run.build import plain
 from ragen_pl.run.strategy_rules import is_fsdp2, shard_size
 
 Count = TypeVar("Count")

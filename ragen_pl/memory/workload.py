@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.assembly.build import build_environments, plain
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.run.build import build_environments, plain
 
 # without a tokenizer: text that a template puts around a message, and letters of a token
 _TEMPLATE_TOKENS = 12

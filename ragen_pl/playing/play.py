@@ -13,6 +13,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
+from ragen_pl.assembly.build import (
+    build_endpoint,
+    build_engine,
+    build_environments,
+    build_proxy,
+    device_named,
+    plain,
+)
 from ragen_pl.base.error_text import error_text
 from ragen_pl.base.prompt_formats import format_response
 from ragen_pl.config.errors import ConfigError
@@ -26,14 +34,6 @@ from ragen_pl.rollout.proxy import AgentProxy, OnTurn
 from ragen_pl.rollout.responders import EngineResponder, Episode, Responder, TextResponder
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.rollout.settings import FailureSettings
-from ragen_pl.run.build import (
-    build_endpoint,
-    build_engine,
-    build_environments,
-    build_proxy,
-    device_named,
-    plain,
-)
 from ragen_pl.trajectory import Trajectory
 
 _STOP = ("q", "quit", "exit")
@@ -118,8 +118,8 @@ def _play(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
 
 def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
     """Play with a trained model, which samples as in an evaluation."""
+    from ragen_pl.assembly.weights import load_bundle
     from ragen_pl.prompts.context import ContextManager
-    from ragen_pl.run.weights import load_bundle
 
     bundle = load_bundle(cfg).to(device_named(cfg.device))
     context = ContextManager(bundle, **plain(cfg.context))

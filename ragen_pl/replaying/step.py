@@ -19,6 +19,21 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from ragen_pl.assembly.build import (
+    assemble_agent,
+    assemble_warm_start,
+    build_critic,
+    build_policy,
+    device_named,
+)
+from ragen_pl.assembly.weights import (
+    build_for,
+    check_frozen,
+    check_shapes,
+    load_initial_weights,
+    module_state,
+    read_checkpoint,
+)
 from ragen_pl.base.phases import wide_console
 from ragen_pl.base.settings_files import SETTINGS, newest_settings, number_of
 from ragen_pl.checkpoints.folder import Run, run_of
@@ -27,30 +42,15 @@ from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.trust import check_folder, check_settings, is_own
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.engines.protocol import EnginePolicy
-from ragen_pl.evaluation.checkpoints import find_checkpoint, run_settings
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import FINGERPRINTS, Fingerprint, fingerprints, with_frozen
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.recording import UPDATE, Finding, Recordable, find, repeat
 from ragen_pl.modules.tracing import StepTrace
 from ragen_pl.replaying.steps_in_checkpoint import steps_in_checkpoint
-from ragen_pl.run.build import (
-    assemble_agent,
-    assemble_warm_start,
-    build_critic,
-    build_policy,
-    device_named,
-)
 from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
-from ragen_pl.run.weights import (
-    build_for,
-    check_frozen,
-    check_shapes,
-    load_initial_weights,
-    module_state,
-    read_checkpoint,
-)
+from ragen_pl.tracking.checkpoints import find_checkpoint, run_settings
 
 log = logging.getLogger(__name__)
 # groups of a run's config that a step is repeated with, and what of them is not used

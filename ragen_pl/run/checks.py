@@ -36,12 +36,12 @@ def check_run(cfg: DictConfig) -> None:
         if not is_launched():
             log.info("loading torch and the settings' classes")
         with collection_paused():
-            from ragen_pl.run.component_checks import check_components
+            from ragen_pl.assembly.component_checks import check_components
 
         check_components(cfg, environment)
     # what MLflow has not got of a run under way is kept
     if cfg.logger and not known_run(configured_run(cfg).folder):
-        from ragen_pl.run.component_checks import check_logger
+        from ragen_pl.assembly.component_checks import check_logger
 
         check_logger(cfg)
 

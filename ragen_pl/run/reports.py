@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import MLFlowLogger
 
+from ragen_pl.assembly.build import choose_accelerator
 from ragen_pl.callbacks.summary import open_command
 from ragen_pl.chat_formats.messages import History
 from ragen_pl.checkpoints.folder import Run
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.run.build import choose_accelerator
 
 log = logging.getLogger(__name__)
 

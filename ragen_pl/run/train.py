@@ -21,6 +21,21 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
+from ragen_pl.assembly.build import (
+    RunComponents,
+    assemble,
+    build_agent,
+    build_datamodule,
+    build_logger,
+    build_named,
+    build_validation_set,
+    build_warm_start,
+    check_optimizer,
+    plain,
+    with_words,
+)
+from ragen_pl.assembly.start_check import TrainerCheck, check_images
+from ragen_pl.assembly.weights import check_resumable, load_initial_weights
 from ragen_pl.base.distributed import errors_told, on_first_rank
 from ragen_pl.base.error_text import error_text
 from ragen_pl.base.files import atomic_write
@@ -53,26 +68,11 @@ from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.ranks import ranks
 from ragen_pl.ranks.same_run import beginning_of, config_digest, config_digests
 from ragen_pl.run.baselines import baseline_metrics, warn_of_garbage
-from ragen_pl.run.build import (
-    RunComponents,
-    assemble,
-    build_agent,
-    build_datamodule,
-    build_logger,
-    build_named,
-    build_validation_set,
-    build_warm_start,
-    check_optimizer,
-    plain,
-    with_words,
-)
 from ragen_pl.run.checks import check_space
 from ragen_pl.run.ending import end_of_non_finite, how_to_go_on, report_stop
 from ragen_pl.run.last_weights import LastWeights, write_metrics
 from ragen_pl.run.reports import report_accelerator, report_template, report_views
-from ragen_pl.run.start_check import TrainerCheck, check_images
 from ragen_pl.run.trainer import LIMITS, build_trainer
-from ragen_pl.run.weights import check_resumable, load_initial_weights
 from ragen_pl.tracking.mlflow_run import check_address
 
 log = logging.getLogger(__name__)

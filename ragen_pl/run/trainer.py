@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ragen_pl.assembly.build import choose_accelerator
 from ragen_pl.base.stop_signals import Stopped, ending, forward_to
 from ragen_pl.checkpoints.rank_states import rank_states_in
 from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles, folder_for, remove_apart
@@ -29,7 +30,6 @@ from ragen_pl.config.errors import config_errors
 from ragen_pl.config.settings import keys_of
 from ragen_pl.ranks import ranks
 from ragen_pl.ranks.phase_limits import PhaseLimits
-from ragen_pl.run.build import choose_accelerator
 from ragen_pl.run.settings import LimitSettings
 from ragen_pl.run.strategy import FSDP2Strategy
 

@@ -16,11 +16,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 import envs  # noqa: F401
+from ragen_pl.assembly.build import assemble, build_agent, build_datamodule
+from ragen_pl.assembly.component_checks import check_components
 from ragen_pl.config import check_config
 from ragen_pl.environments.check import check_environment
 from ragen_pl.rewards.shaping import Gather
-from ragen_pl.run.build import assemble, build_agent, build_datamodule
-from ragen_pl.run.component_checks import check_components
 from ragen_pl.trajectory import Span, Trajectory
 
 torch.set_num_threads(1)

@@ -7,8 +7,8 @@ from itertools import combinations
 import pytest
 import torch
 
+from ragen_pl.assembly.build import build_bundle
 from ragen_pl.config import ConfigError, config_dir
-from ragen_pl.run.build import build_bundle
 
 PRESETS = sorted(file.stem for file in (config_dir() / "algorithm").glob("*.yaml"))
 TEACHER = "algorithm.loss.kl.reference.path"

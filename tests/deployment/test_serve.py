@@ -19,6 +19,7 @@ from module_process import start_module
 from program_client import CLIENT
 from small_runs import free_port
 
+from ragen_pl.assembly.weights import load_bundle
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.deployment.checks import check_serve
@@ -28,7 +29,6 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
-from ragen_pl.run.weights import load_bundle
 
 LIMIT_S = 120.0
 KEY = "k" * 32

@@ -7,11 +7,11 @@ from composing import composed
 from lake_episodes import talk, talks_with_images, words
 from trajectories import make_request
 
+from ragen_pl.assembly.start_check import engine_factory
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache, InPlaceLayer
 from ragen_pl.engines.protocol import generate
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.run.start_check import engine_factory
 
 # ---- the protocol
 

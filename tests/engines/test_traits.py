@@ -12,6 +12,8 @@ from copy_engine import CopyEngine
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from ragen_pl.assembly.build import assemble, plain
+from ragen_pl.assembly.start_check import checked_engine_factory
 from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.config.signatures import class_that_defines
 from ragen_pl.engines.in_process.engine import TransformersEngine
@@ -20,8 +22,6 @@ from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.engines.vllm_server.engine import VLLMServerEngine
 from ragen_pl.memory.plan import plan_memory
 from ragen_pl.rollout import agreement
-from ragen_pl.run.build import assemble, plain
-from ragen_pl.run.start_check import checked_engine_factory
 
 ROOT = Path(__file__).parents[2]
 

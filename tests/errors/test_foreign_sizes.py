@@ -19,6 +19,8 @@ import torch
 from composing import composed, evaluation_config
 from omegaconf import OmegaConf
 
+from ragen_pl.assembly.build import build_bundle
+from ragen_pl.assembly.weights import load_bundle, read_checkpoint
 from ragen_pl.base.foreign_files import model_folder_problem
 from ragen_pl.base.tensor_files import load_plain
 from ragen_pl.checkpoints.checkpoint_check import problem_of
@@ -26,8 +28,6 @@ from ragen_pl.checkpoints.sharded_checkpoint import folder_for, read_apart, save
 from ragen_pl.config import ConfigError
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.replaying.step import Recorded, build_module
-from ragen_pl.run.build import build_bundle
-from ragen_pl.run.weights import load_bundle, read_checkpoint
 
 MIB = 1 << 20
 

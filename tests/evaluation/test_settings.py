@@ -17,11 +17,11 @@ from composing import composed, evaluation_config, resolved
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.assembly.build import episode_settings
 from ragen_pl.config import ConfigError
 from ragen_pl.config.settings import keys_of
 from ragen_pl.config.settings import read_settings as read_node
 from ragen_pl.config.trust import write_settings
-from ragen_pl.evaluation.checkpoints import find_checkpoint
 from ragen_pl.evaluation.checks import check_evaluation, check_export
 from ragen_pl.evaluation.sampling import SamplingSettings
 from ragen_pl.evaluation.settings import resolve_settings
@@ -29,7 +29,7 @@ from ragen_pl.evaluation.validation_sets import validation_settings
 from ragen_pl.replaying.step import read_settings
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.rollout.temperature import AdaptiveTemperature
-from ragen_pl.run.build import episode_settings
+from ragen_pl.tracking.checkpoints import find_checkpoint
 
 RUN_ID = "12345678901234567890123456789012"  # of digits only: a number to Hydra
 
@@ -189,7 +189,7 @@ def test_no_key_of_episodes_is_dropped(root: Path, monkeypatch: pytest.MonkeyPat
         added: int = 1
 
     monkeypatch.setattr("ragen_pl.evaluation.settings.EpisodeSettings", More)
-    monkeypatch.setattr("ragen_pl.run.build.EpisodeSettings", More)
+    monkeypatch.setattr("ragen_pl.assembly.build.EpisodeSettings", More)
     given = {
         "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_response_tokens": 31, "num_envs": 7,
         "adaptive_temperature": {"_target_": "ragen_pl.rollout.temperature.AdaptiveTemperature", "low": 0.5},

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ragen_pl.assembly.build import assemble_agent, build_bundle, build_critic, build_policy
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
 from ragen_pl.memory.dry_run import minibatch_of
@@ -34,7 +35,6 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
-from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]

@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
+from ragen_pl.assembly.weights import check_resumable
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.muon import MuonAdamW
 from ragen_pl.modules.optimized import RECORD
 from ragen_pl.modules.optimizers import MasterWeights, module_name
 from ragen_pl.modules.settings import OptimizationSettings
-from ragen_pl.run.weights import check_resumable
 
 QUIET = {
     "max_epochs": 3, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,

@@ -15,6 +15,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from ragen_pl.assembly.build import assemble_agent, build_bundle, build_critic, build_policy
 from ragen_pl.data.microbatches import split_by_tokens
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt
@@ -33,7 +34,6 @@ from ragen_pl.memory.workload import workload_of
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.run.build import assemble_agent, build_bundle, build_critic, build_policy
 
 SMALL = (*(f"model.build.text.{name}={value}" for name, value in TEXT.items()), *FEW)
 

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from ragen_pl.assembly import build
 from ragen_pl.models.adapters import add_lora, base_is_changed, merge_adapters, unservable_adapters
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.models.merging import _log_rounding, check_merging
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import AdaptersOff, InitialPolicy, WithoutAdapters
-from ragen_pl.run import build
 
 # peft advises on many kinds
 pytestmark = pytest.mark.filterwarnings("ignore")

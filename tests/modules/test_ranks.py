@@ -11,6 +11,7 @@ import torch.distributed as dist
 from module_process import run_two_ranks
 from omegaconf import OmegaConf
 
+from ragen_pl.assembly.start_check import checked_engine_factory
 from ragen_pl.base.distributed import max_over_ranks, sum_over_ranks
 from ragen_pl.config import ConfigError
 from ragen_pl.data.collate import collate
@@ -20,7 +21,6 @@ from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.masking import Importance, Masks
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.run.start_check import checked_engine_factory
 
 
 def count_forwards(rank: int, folder: str) -> None:

@@ -12,6 +12,7 @@ from tiny_models import TEXT, VISION
 from ragen_pl.algorithms.aggregation import Aggregation
 from ragen_pl.algorithms.kl import full_kl, kl_estimate
 from ragen_pl.algorithms.masks import sampled
+from ragen_pl.assembly.teacher import Teacher
 from ragen_pl.config import ConfigError
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.models.adapters import choose_trained_weights
@@ -19,7 +20,6 @@ from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.frozen import fingerprints, frozen_problem, without_frozen
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
-from ragen_pl.run.teacher import Teacher
 
 LARGER = TEXT | {"hidden_size": 48, "num_hidden_layers": 3}
 

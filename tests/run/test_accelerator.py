@@ -8,7 +8,7 @@ import pytest
 import torch
 from composing import composed
 
-from ragen_pl.run.build import build_bundle, choose_accelerator
+from ragen_pl.assembly.build import build_bundle, choose_accelerator
 from ragen_pl.run.reports import report_accelerator
 
 

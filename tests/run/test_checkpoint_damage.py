@@ -12,6 +12,12 @@ import torch
 from composing import evaluation_config
 from torch import nn
 
+from ragen_pl.assembly.weights import (
+    check_resumable,
+    load_bundle,
+    load_initial_weights,
+    read_checkpoint,
+)
 from ragen_pl.checkpoints.checkpoint_check import problem_of
 from ragen_pl.checkpoints.folder import locate
 from ragen_pl.checkpoints.rank_states import rank_states_in
@@ -25,12 +31,6 @@ from ragen_pl.checkpoints.sharded_checkpoint import (
 )
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.models.build import build_small_lm
-from ragen_pl.run.weights import (
-    check_resumable,
-    load_bundle,
-    load_initial_weights,
-    read_checkpoint,
-)
 
 # of torch, in a process that is the only one
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

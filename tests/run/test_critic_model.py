@@ -8,10 +8,10 @@ import pytest
 import torch
 from composing import composed
 
+from ragen_pl.assembly.build import assemble, build_agent, plain
 from ragen_pl.config import ConfigError
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.optimizers import MasterWeights
-from ragen_pl.run.build import assemble, build_agent, plain
 from ragen_pl.run.trainer import build_trainer
 
 SMALL_LM = "_target_: ragen_pl.models.build.build_small_lm"

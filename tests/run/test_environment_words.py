@@ -14,10 +14,10 @@ from composing import composed
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.assembly.build import build_bundle, build_critic, with_words
 from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.environments.calls import make_environment
 from ragen_pl.environments.classes import frequent_words
-from ragen_pl.run.build import build_bundle, build_critic, with_words
 from ragen_pl.run.train import train
 
 # size of the vocabulary and digest of its tokens in the order of their ids, on which saved models depend

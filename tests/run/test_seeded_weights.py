@@ -6,7 +6,7 @@ import pytest
 import torch
 from composing import composed
 
-from ragen_pl.run.build import assemble, build_warm_start
+from ragen_pl.assembly.build import assemble, build_warm_start
 
 
 def weights(*, seed, critic, drawn):

@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from ragen_pl.assembly.build import build_bundle
 from ragen_pl.base.settings_files import newest_settings
 from ragen_pl.base.tensor_files import NoLargerThan, TooLargeError, load_plain
 from ragen_pl.checkpoints.checkpoint_check import changed_entry
@@ -30,7 +31,6 @@ from ragen_pl.modules.frozen import (
 )
 from ragen_pl.modules.optimized import OptimizedModule, resume_problem
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.run.build import build_bundle
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle

@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.assembly.start_check import checked_engine_factory, engine_class, engine_factory
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.base.seeding import seeded
 from ragen_pl.config.errors import ConfigError, config_errors
@@ -36,7 +37,6 @@ from ragen_pl.prompts.conversation import Context
 from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.proxy import AgentProxy, truncation_of
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
-from ragen_pl.run.start_check import checked_engine_factory, engine_class, engine_factory
 
 if TYPE_CHECKING:
     from ragen_pl.checkpoints.folder import Run

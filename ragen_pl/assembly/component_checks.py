@@ -16,14 +16,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import RewardNormalizer
+from ragen_pl.assembly.build import build_named
+from ragen_pl.assembly.start_check import engine_class
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.base.run_facts import ChecksRun, ChecksSettings, RunFacts
 from ragen_pl.config.errors import config_errors
 from ragen_pl.engines.protocol import check_asynchronous, kept_ids_problem
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.losses import UpdateLoss
-from ragen_pl.run.build import build_named
-from ragen_pl.run.start_check import engine_class
 
 
 def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> None:

@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ragen_pl.algorithms.kl import KLEstimator
+from ragen_pl.assembly.build import build_bundle
+from ragen_pl.assembly.weights import load_bundle
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count
 from ragen_pl.base.run_facts import RunFacts
@@ -20,7 +22,6 @@ from ragen_pl.chat_formats.template_source import template_source
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.trust import check_folder, check_settings, is_own
 from ragen_pl.data.settings import UpdateSettings
-from ragen_pl.evaluation.checkpoints import Checkpoint, find_checkpoint
 from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.positions import check_length
@@ -28,8 +29,7 @@ from ragen_pl.models.pretrained import load_tokenizer, read_config
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import FrozenCopy, ReferencePolicy
-from ragen_pl.run.build import build_bundle
-from ragen_pl.run.weights import load_bundle
+from ragen_pl.tracking.checkpoints import Checkpoint, find_checkpoint
 
 log = logging.getLogger(__name__)
 
