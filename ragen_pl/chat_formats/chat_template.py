@@ -176,6 +176,13 @@ class ChatTemplate:
     def _apply(self, messages: list[Message], *, prompt: bool, source: str) -> str:
         if self._content_parts:
             messages = [with_content_parts(message) for message in messages]
+        # templates such as LFM 2.5's read another name; transformers 5.20 and before leave it to the caller
+        messages = [
+            {"thinking": message["reasoning_content"], **message}
+            if "reasoning_content" in message
+            else message
+            for message in messages
+        ]
         text = self.renderer.apply_chat_template(
             messages,
             tokenize=False,
