@@ -39,6 +39,7 @@ class Credit:
         success: int8 `[trajectories]`, whether the task was solved, -1 where the environment does not say so; None
             where it is not known.
         terms: `[trajectories]` by the name of a reward term, its sum over an episode; None where they are not known.
+        penalty: `[trajectories, tokens]`, the KL penalty that rewards and returns are less; None for none.
 
     Raises:
         ValueError: shapes disagree, a nonzero reward lies outside `advantage_mask`, a token of a
@@ -58,6 +59,7 @@ class Credit:
     advances: Tensor | None = None
     success: Tensor | None = None
     terms: Mapping[str, Tensor] | None = None
+    penalty: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.advantage_mask, self.loss_mask = self.advantage_mask.bool(), self.loss_mask.bool()

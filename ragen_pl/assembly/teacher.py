@@ -6,14 +6,14 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ragen_pl.algorithms.kl import KLEstimator
-from ragen_pl.assembly.build import build_bundle
+from ragen_pl.assembly.build import build_bundle, plain
 from ragen_pl.assembly.weights import load_bundle
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count
@@ -30,6 +30,9 @@ from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import FrozenCopy, ReferencePolicy
 from ragen_pl.tracking.checkpoints import Checkpoint, find_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +136,8 @@ class Teacher:
         if kl is not None and kl.estimator is KLEstimator.K1 and not kl.changes_rewards:
             raise ValueError(
                 "algorithm.loss.kl.estimator=k1: in the loss its gradient does not depend on the teacher; set "
-                "full_reverse or k2, or place=reward algorithm.loss.policy_coefficient=1.0"
+                "full_reverse or k2, or place=reward, algorithm.loss.policy_coefficient=1.0 and the estimator "
+                "ragen_pl.algorithms.advantages.teacher_ratio.TeacherRatio"
             )
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
@@ -167,10 +171,8 @@ class Teacher:
             student.tokenizer,
             student.processor,
             student.image_settings,
-            source=str(self._found.path),
             calls_tools=student.calls_tools,
             shares_prefix=student.shares_prefix,
-            packs_rows=student.packs_rows,
         )
         frozen = PolicyModule(teacher, update=UpdateSettings(logits_mib=policy.logits_mib))
         frozen.requires_grad_(False)
@@ -191,28 +193,29 @@ class Teacher:
             )
 
     def _loaded(self, student: ModelBundle) -> ModelBundle:
-        found, settings = self._found, self._settings
+        found, settings = self._found, plain(self._settings)
         if found.is_folder:
-            dtype = str(student.model.dtype).removeprefix("torch.")
-            settings = OmegaConf.merge(settings, {"model": {"build": {"dtype": dtype}}})
+            settings["model"]["build"]["dtype"] = _dtype_of(student)
         run = None if found.run is None else str(found.run)
-        source = {"checkpoint": str(found.path), "run": run}
-        return load_bundle(OmegaConf.merge(settings, {"source": source, "trust": self.trust}))
+        settings |= {"source": {"checkpoint": str(found.path), "run": run}, "trust": self.trust}
+        return load_bundle(OmegaConf.create(settings))
 
-    def _described(self, student: ModelBundle) -> Any:
+    def _described(self, student: ModelBundle) -> PreTrainedModel:
         """Return the model on the meta device, for a plan of the memory."""
-        build = OmegaConf.to_container(self._settings.model.build, resolve=True)
+        build = plain(self._settings.model.build)
         with torch.device("meta"):
             if build["_target_"] != _PRETRAINED:
                 return build_bundle(self._settings).model
             config = read_config(build["path"], {"local_files_only": True})
             kept = {key: value for key, value in build.items() if key not in _OF_LOADING}
-            return describe_pretrained(
-                config, **{"dtype": str(student.model.dtype).removeprefix("torch."), **kept}
-            )
+            return describe_pretrained(config, **({"dtype": _dtype_of(student)} | kept))
 
 
-def _fit_head(model: Any, count: int) -> None:
+def _dtype_of(bundle: ModelBundle) -> str:
+    return str(bundle.model.dtype).removeprefix("torch.")
+
+
+def _fit_head(model: PreTrainedModel, count: int) -> None:
     """Give a model's head this number of logits. Ids that are added or left out have no token and are never sampled."""
     head: nn.Module = model.get_output_embeddings()
     for name, weight in list(head.named_parameters(recurse=False)):

@@ -48,6 +48,8 @@ def kl_penalty(
     if scores.kl is None:
         of_samples = reference[samples.token[samples.turn >= 0]]
     kl = layout.gather(divergence(scores, samples, of_samples, estimator=loss.kl.estimator))
+    if loss.kl.bound is not None:
+        kl = kl.clamp(-loss.kl.bound, loss.kl.bound)
     return loss.kl.coefficient * torch.where(kept.kl, kl, 0.0)
 
 
@@ -114,6 +116,7 @@ def assign_credit(
         advances=advances,
         success=episodes.success,
         terms=dict(zip(batch.terms, episodes.terms.unbind(1), strict=True)),
+        penalty=penalty,
     )
     estimates = _estimate(credit, estimator, bootstrapped=_bootstrapped(batch))
     name = class_path(estimator)

@@ -58,9 +58,11 @@ class ReferenceKL:
         reference: how the reference is built and how it follows the policy.
         clip_norm: largest norm of the penalty's gradient in the loss, which is then clipped apart from that of the
             other terms and takes a second backward pass; None for one norm of all terms.
+        bound: largest log ratio of a token in the reward, either way; None for no bound.
 
     Raises:
-        ValueError: the penalty is in the reward with another estimator than k1 or with `clip_norm`.
+        ValueError: the penalty is in the reward with another estimator than k1 or with `clip_norm`, or in the loss with
+            a `bound`.
     """
 
     needs_trust = ()
@@ -74,8 +76,14 @@ class ReferenceKL:
     place: KLPlace = KLPlace.LOSS
     reference: Reference = field(default_factory=InitialPolicy)
     clip_norm: Positive | None = None
+    bound: Positive | None = None
 
     def __post_init__(self) -> None:
+        if self.place is KLPlace.LOSS and self.bound is not None:
+            raise ValueError(
+                f"algorithm.loss.kl.bound={self.bound:g}: bounds the penalty on the reward, and in the loss a token "
+                "beyond it would have no gradient; set algorithm.loss.kl.bound=null, or place=reward estimator=k1"
+            )
         if self.place is KLPlace.REWARD and self.clip_norm is not None:
             raise ValueError(
                 f"algorithm.loss.kl.clip_norm={self.clip_norm}: in the reward (algorithm.loss.kl.place=reward) the "

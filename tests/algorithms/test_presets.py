@@ -223,6 +223,7 @@ REFUSED = [
     ("opd", f"{TEACHER} has no value; set {TEACHER}=…"),
     (f"opd {TEACHER}=/nowhere", f"{TEACHER}=/nowhere: there is no such file or folder; give a"),
     ("starpo algorithm.loss.kl=null algorithm.loss.policy_coefficient=0", "no other term"),
+    (f"arpo {ESTIMATOR}.teacher_ratio.TeacherRatio", "reads the KL penalty"),
     ("echo context.window=1", "no response before an observation"),
     ("dppo algorithm.loss.policy.dual_clip=3.0", "has no dual clip"),
     ("starpo_s rollout.group_size=1", "GroupFilter compares"),

@@ -82,6 +82,7 @@ def test_every_shipped_class_declares_what_others_may_not_set(path):
 
 # components that no file of conf/ names and a run may have instead of those that one does
 ALTERNATIVES = (
+    "advantages.teacher_ratio.TeacherRatio",
     "advantages.turn_baseline.TurnLeaveOneOut", "group_filter.TopCount", "group_filter.TopMass", "masks.think_span",
     "masks.think_weighted", "masks.no_special", "mismatch.TruncatedWeights", "mismatch.MaskedWeights",
     "normalization.ByGroup", "normalization.ByBatch", "normalization.Running", "ratio_losses.SequencePolicyLoss",

@@ -9,6 +9,7 @@ import torch
 import yaml
 from tiny_models import TEXT, VISION
 
+from ragen_pl.algorithms.advantages.teacher_ratio import TeacherRatio
 from ragen_pl.algorithms.aggregation import Aggregation
 from ragen_pl.algorithms.kl import full_kl, kl_estimate
 from ragen_pl.algorithms.masks import sampled
@@ -108,6 +109,26 @@ def test_gradient_is_the_plain_one_however_the_samples_are_split(make, folder, l
         for name, gradient in found.items():  # of the critic: 0
             difference = gradient - expected.get(name, torch.zeros_like(gradient))
             assert float(difference.abs().max()) < 2e-5 * largest, name
+
+
+def test_the_teachers_ratio_is_the_advantage_of_each_sampled_token(make, folder) -> None:
+    penalty = ReferenceKL(
+        coefficient=0.5, estimator="k1", place="reward", bound=0.1, mask=sampled, reference=Teacher(path=folder)
+    )  # fmt: skip
+    loss = UpdateLoss(value_coefficient=0.0, whiten=False, kl=penalty)
+    agent = make.agent(loss=loss, estimator=TeacherRatio(discount=0.5))
+    batch = make.batch(agent, temperature=0.7)
+    with torch.no_grad():
+        ratio = -plain_divergence(agent, batch.samples, estimator="k1")
+    own = 0.5 * ratio.clamp(-0.1, 0.1)
+    assert (own.abs() < 0.049).any() and (own == 0.05).any() and (own == -0.05).any()
+    at = batch.samples.turn >= 0
+    number, episode = batch.samples.token[at], batch.samples.episode[:, None].expand(at.shape)[at]
+    expected = torch.zeros_like(own)
+    for token in reversed(number.argsort().tolist()):
+        after = (number == number[token] + 1) & (episode == episode[token])
+        expected[token] = own[token] + 0.5 * expected[after].sum()
+    torch.testing.assert_close(batch.samples.advantages[at], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_policys_own_distribution_teaches_nothing(make, tmp_path) -> None:
