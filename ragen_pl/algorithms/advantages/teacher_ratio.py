@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ragen_pl.algorithms.credit import Advantages, Credit, Estimator
 from ragen_pl.algorithms.whitening import AllReduce
-from ragen_pl.checked import checked
-from ragen_pl.constraints import Fraction
-from ragen_pl.run_facts import RunFacts
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Fraction
+from ragen_pl.base.run_facts import RunFacts
 
 
 def discounted(values: Tensor, mask: Tensor, *, discount: float) -> Tensor:
