@@ -63,8 +63,9 @@ def assemble(cfg: DictConfig) -> RunComponents:
     bundle = build_bundle(cfg)
     check_merging(bundle.model)
     loss: UpdateLoss = instantiate(cfg.algorithm.loss, _convert_="all")
-    if loss.kl is not None and isinstance(loss.kl.reference, ChecksPolicy):
-        loss.kl.reference.check(bundle)
+    reference: object = loss.reference
+    if isinstance(reference, ChecksPolicy):
+        reference.check(bundle)
     policy = build_policy(bundle, cfg["update"])
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
     context = ContextManager(bundle, **plain(cfg.context))

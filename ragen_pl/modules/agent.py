@@ -94,7 +94,7 @@ class AgentModule(GuardedModule):
         if estimator.needs_values and critic is None:
             raise ValueError(f"{type(estimator).__name__} needs a critic; set algorithm.critic")
         self.policy, self.critic = policy, critic if estimator.needs_values else None
-        self.reference = None if loss.kl is None else loss.kl.reference.build(policy)
+        self.reference = None if loss.reference is None else loss.reference.build(policy)
         self.normalizer = normalizer or RewardNormalizer()
         self.estimator, self.masks, self.loss = estimator, masks, loss
         self.optimizer_factory = optimizer
@@ -162,8 +162,8 @@ class AgentModule(GuardedModule):
     def store_reference(self) -> None:
         """Round the weights of the reference as autocast would at each use."""
         dtype = _AUTOCAST.get(self.trainer.precision)
-        if dtype is not None and self.reference is not None and self.loss.kl is not None:
-            self.loss.kl.reference.store(self.reference, self.policy, dtype)
+        if dtype is not None and self.reference is not None and self.loss.reference is not None:
+            self.loss.reference.store(self.reference, self.policy, dtype)
 
     def on_fit_start(self) -> None:
         """Log the changes that the run's precision has made."""
@@ -277,8 +277,8 @@ class AgentModule(GuardedModule):
         score = self.always_score or scores_needed(
             self.scorer, self.masks, correction, has_values=has_values
         )
-        if self.reference is not None and self.loss.kl is not None:
-            self.loss.kl.reference.follow(self.reference, self.policy)
+        if self.reference is not None and self.loss.reference is not None:
+            self.loss.reference.follow(self.reference, self.policy)
         with self._forward_context():
             self.preparation = prepare_batch(
                 batch,

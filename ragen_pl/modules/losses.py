@@ -55,14 +55,14 @@ class ReferenceKL:
         mask: tokens that the penalty applies to.
         aggregation: how the divergences of tokens are averaged in the loss.
         place: in the loss or in the reward.
-        reference: how the reference is built and how it follows the policy.
+        reference: how the reference is built and how it follows the policy; None for no penalty, which keeps none.
         clip_norm: largest norm of the penalty's gradient in the loss, which is then clipped apart from that of the
             other terms and takes a second backward pass; None for one norm of all terms.
         bound: largest log ratio of a token in the reward, either way; None for no bound.
 
     Raises:
-        ValueError: the penalty is in the reward with another estimator than k1 or with `clip_norm`, or in the loss with
-            a `bound`.
+        ValueError: the penalty is in the reward with another estimator than k1 or with `clip_norm`, in the loss with a
+            `bound`, or has a coefficient and no reference.
     """
 
     needs_trust = ()
@@ -74,11 +74,17 @@ class ReferenceKL:
         Aggregation.TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM
     ] = Aggregation.SEQ_MEAN_TOKEN_SUM
     place: KLPlace = KLPlace.LOSS
-    reference: Reference = field(default_factory=InitialPolicy)
+    reference: Reference | None = field(default_factory=InitialPolicy)
     clip_norm: Positive | None = None
     bound: Positive | None = None
 
     def __post_init__(self) -> None:
+        if self.reference is None and self.coefficient:
+            raise ValueError(
+                f"algorithm.loss.kl.coefficient={self.coefficient:g}: there is nothing to diverge from "
+                "(algorithm.loss.kl.reference=null); set "
+                "algorithm.loss.kl.reference._target_=ragen_pl.modules.reference.InitialPolicy, or coefficient=0.0"
+            )
         if self.place is KLPlace.LOSS and self.bound is not None:
             raise ValueError(
                 f"algorithm.loss.kl.bound={self.bound:g}: bounds the penalty on the reward, and in the loss a token "
@@ -186,6 +192,8 @@ class UpdateLoss:
 
     def __post_init__(self) -> None:
         self._reported_rows = False
+        if self.kl is not None and self.kl.reference is None:
+            self.kl = None
         if not (self._trains_sampled or self._has_kl or self.trains_text):
             raise ValueError(
                 f"algorithm.loss.policy_coefficient={self.policy_coefficient:g}: no other term of the loss trains the "
@@ -206,6 +214,11 @@ class UpdateLoss:
     def trains_text(self) -> bool:
         """Whether the policy learns the environment's text."""
         return self.echo is not None and any(self.echo.weights.values())
+
+    @property
+    def reference(self) -> Reference | None:
+        """How the reference policy is built and follows the policy; None for a run that keeps none."""
+        return None if self.kl is None else self.kl.reference
 
     @property
     def reads_reference_head(self) -> bool:
@@ -259,7 +272,7 @@ class UpdateLoss:
         if coefficient and self.kl is None:
             raise ValueError(
                 f"{key}={coefficient:g}: this run keeps no reference policy; "
-                "set algorithm.loss.kl.coefficient=0.0 instead of algorithm.loss.kl=null"
+                "set algorithm.loss.kl.coefficient=0.0 and an algorithm.loss.kl.reference from the start"
             )
 
     def check_run(self, facts: RunFacts) -> None:
@@ -272,8 +285,9 @@ class UpdateLoss:
             self.require_correction()
         if self.echo is not None:
             self.echo.check_run(facts)
-        if self.kl is not None and isinstance(self.kl.reference, ChecksRun):
-            self.kl.reference.check_run(facts)
+        reference: object = self.reference
+        if isinstance(reference, ChecksRun):
+            reference.check_run(facts)
         if self.whiten and facts.baseline is not None:
             facts.refuse_whitening(facts.estimator, scope=facts.baseline)
 

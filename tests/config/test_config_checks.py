@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from annotated_types import Interval
 from composing import composed, resolved
+from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
@@ -27,6 +28,19 @@ EVALUATION = ("endpoint", "validation_sets")  # groups of evaluate.yaml, not of 
 
 # groups of fit.yaml whose options are composed together, one of each group
 TOGETHER = ("env", "algorithm", "learning_rate", "logger", "model", "trainer", "warm_start")
+
+
+@pytest.mark.parametrize("environment", ["knowledge_base_compaction", "program"])
+@pytest.mark.parametrize("algorithm", ["dapo", "dppo", "starpo_s"])
+def test_an_environment_sets_the_aggregation_of_a_penalty_that_an_algorithm_lacks(
+    algorithm: str, environment: str
+) -> None:
+    command = (
+        [] if environment == "knowledge_base_compaction" else ["env.command=[python, play.py]"]
+    )
+    cfg = composed(f"env={environment}", f"algorithm={algorithm}", *command)
+    loss = instantiate(cfg.algorithm.loss, _convert_="all")
+    assert cfg.algorithm.loss.kl.aggregation == "token-mean" and loss.kl is None
 
 
 def shipped_configs() -> list[tuple[str, str]]:

@@ -116,6 +116,13 @@ def test_reference_is_a_frozen_copy(make):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+def test_a_penalty_without_a_reference_is_none(make):
+    loss = UpdateLoss(kl=ReferenceKL(coefficient=0.0, reference=None))
+    assert make.agent(loss=loss).reference is None
+    with pytest.raises(ValueError, match=r"kl\.coefficient=0\.1: there is nothing to diverge from"):
+        ReferenceKL(coefficient=0.1, reference=None)
+
+
 def test_penalty_can_be_switched_on_with_a_reference(make):
     agent = make.agent(loss=UpdateLoss(kl=ReferenceKL(coefficient=0.0)))
     reference = {name: value.clone() for name, value in agent.reference.state_dict().items()}
