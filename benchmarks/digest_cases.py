@@ -301,8 +301,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 # This case keeps the callbacks that SMALL disables.
 WITH_ALL_CALLBACKS = "extra/all_callbacks"
 
-# environments that need a server or a library of `make test-environments`
+# environments that need a server or a library of `make test-environments`, and algorithms that need a teacher
 NEEDS_MORE = (
+    "opd",
     *("arithmetic", "countdown", "mini_sudoku", "reasoning_gym", "word_problem"),
     *("metaworld", "miniwob", "miniworld", "openenv", "textarena", "textworld"),
 )
@@ -312,6 +313,8 @@ def cases() -> dict[str, tuple[str, ...]]:
     """Return the overrides of every case by its name."""
     presets: dict[str, tuple[str, ...]] = {}
     for name in _options("algorithm"):
+        if name in NEEDS_MORE:
+            continue
         presets[f"algorithm/{name}"] = (f"algorithm={name}", *IMAGES)
     for name in _options("env"):
         if name in NEEDS_MORE:
