@@ -9,6 +9,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from ragen_pl.base.former_names import current
+
 # bool, integers, floats, complex, texts, bytes, times
 _KINDS = "biufcUSMm"
 
@@ -33,9 +35,10 @@ class KnownUnpickler(pickle._Unpickler):
         Raises:
             pickle.UnpicklingError: It is another one.
         """
-        if (module, name) not in self._known:
+        found = self._known.get((current(module), name))
+        if found is None:
             raise pickle.UnpicklingError(f"{module}.{name} is not known here, and may run any code")
-        return self._known[module, name]
+        return found
 
 
 def by_name(objects: Iterable[Any]) -> dict[tuple[str, str], Any]:

@@ -139,7 +139,7 @@ def _copy_code(folder: Path) -> None:
     """Copy the small model's modules, and those that they import, into the folder and register its classes there."""
     for module in (*(f"{PACKAGE}.{name}" for name in CODE_MODULES), *IMPORTED):
         source = Path(str(import_module(module).__file__)).read_text(encoding="utf-8")
-        for package in (PACKAGE, "ragen_pl"):
+        for package in (PACKAGE, "ragen_pl.base"):
             source = source.replace(f"from {package}.", "from .")
         (folder / f"{module.rpartition('.')[2]}.py").write_text(source, encoding="utf-8")
     for name, maps in _AUTO_MAPS.items():

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ragen_pl.base.distributed import rank
+from ragen_pl.base.former_names import current
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.optimizers import (
     HIDDEN,
@@ -275,7 +276,7 @@ def resume_problem(checkpoint: Mapping[str, Any], module: OptimizedModule) -> st
             if sizes == own
             else f"{key}: its optimizer has groups of {sizes} weights, not {own}"
         )
-    if saved["class"] != present["class"]:
+    if current(saved["class"]) != present["class"]:
         return f"{key}: its optimizer is {saved['class']}, not {present['class']}"
     then, now = ({name for names in one["weights"] for name in names} for one in (saved, present))
     for name in sorted(then ^ now):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from call_trees import after, call, episode
@@ -18,6 +19,7 @@ from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.advantages.turn_baseline import TurnLeaveOneOut
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import ByGroup, RewardNormalizer
+from ragen_pl.checkpoints import known_pickle
 from ragen_pl.checkpoints.known_pickle import packed, unpacked
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate, usable
@@ -219,6 +221,15 @@ def test_turns_of_an_earlier_version_are_trained_and_advance() -> None:
     del turn.advances, turn.trained
     earlier = unpacked(packed(turn), (Turn, Observation))
     assert earlier.advances and earlier.trained and earlier.reward == 1.0
+
+
+def test_arrays_of_an_earlier_version_are_read(monkeypatch) -> None:
+    """Their function was in another module."""
+    monkeypatch.setattr(known_pickle._array, "__module__", "ragen_pl.known_pickle")
+    data = packed(np.arange(3))
+    monkeypatch.undo()
+    assert b"ragen_pl.known_pickle" in data
+    assert unpacked(data, ()).tolist() == [0, 1, 2]
 
 
 def test_every_turn_of_a_batch_of_an_earlier_version_advances(lm) -> None:

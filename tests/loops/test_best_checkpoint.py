@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -74,15 +76,16 @@ def test_a_run_resumes_from_the_weights_before_its_first_iteration(setup_of, tmp
 @pytest.mark.parametrize("iteration", [2, 3])
 def test_a_run_that_goes_on_after_a_validation_keeps_its_weights(setup_of, tmp_path, iteration):
     scores = [(0.1, 0.0), (0.5, 0.0), (0.6, 0.0)]
-    run = RunCheckpoint(
+    every = functools.partial(
+        RunCheckpoint,
         dirpath=str(tmp_path), filename="{epoch}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=False,
     )  # fmt: skip
-    fit(setup_of(), tmp_path, scores, callbacks=[run])
+    fit(setup_of(), tmp_path, scores, callbacks=[every()])
     (tmp_path / "best.ckpt").unlink()
     file = tmp_path / f"epoch={iteration - 1}.ckpt"
     # the validations that are left are worse
     worse = [(0.2, 0.0)] * (3 - iteration)
-    _, best, left = fit(setup_of(), tmp_path, worse, ckpt_path=str(file))
+    _, best, left = fit(setup_of(), tmp_path, worse, ckpt_path=str(file), callbacks=[every()])
     assert not left and float(best.best_model_score) == pytest.approx(scores[iteration - 1][0])
     saved = torch.load(tmp_path / "best.ckpt", weights_only=True)
     assert saved["global_step"] == 4 * iteration

@@ -15,7 +15,7 @@ from ragen_pl.assembly.weights import check_resumable
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.modules.muon import MuonAdamW
-from ragen_pl.modules.optimized import RECORD
+from ragen_pl.modules.optimized import RECORD, resume_problem
 from ragen_pl.modules.optimizers import MasterWeights, module_name
 from ragen_pl.modules.settings import OptimizationSettings
 
@@ -244,7 +244,10 @@ def test_a_warm_start_takes_its_settings_too(warm_start, tmp_path, caplog):
             functools.partial(torch.optim.SGD, lr=1e-3),
             r"torch\.optim\.adamw\.AdamW, not torch\.opt",
         ),
-        (muon(), r"its optimizer is torch\.optim\.adamw\.AdamW, not ragen_pl\.muon\.MuonAdamW"),
+        (
+            muon(),
+            r"its optimizer is torch\.optim\.adamw\.AdamW, not ragen_pl\.modules\.muon\.MuonAdamW",
+        ),
         (None, r"its optimizer trains policy\..*norm\.weight"),
     ],
 )
@@ -261,6 +264,15 @@ def test_an_optimizer_that_can_not_continue_is_refused_in_one_line(saved_by, fac
     agent, _ = setup.build()
     agent.optimizer_factory = adamw(lr=1.0, weight_decay=0.3)
     check_resumable(file, agent, needed="agent", trusted=True)
+
+
+def test_an_optimizer_continues_whose_class_had_another_module(saved_by):
+    setup, _, _ = saved_by("float32")
+    agent, _ = setup.build()
+    agent.optimizer_factory = muon()
+    assert agent.record()["class"] == "ragen_pl.modules.muon.MuonAdamW"
+    saved = agent.record() | {"class": "ragen_pl.muon.MuonAdamW"}
+    assert resume_problem({RECORD: saved}, agent) is None
 
 
 @pytest.mark.parametrize("make", [adamw, muon])

@@ -126,6 +126,7 @@ def test_warm_start_of_adapters_saves_them_alone(make):
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
         settings=WarmStartSettings(steps=1),
     )
+    module.trainer = agent.trainer
     assert (
         frozen_names(module)
         and not frozen_names(module) & checkpoint_of(module)["state_dict"].keys()

@@ -24,7 +24,8 @@ from ragen_pl.algorithms.whitening import AllReduce, whiten
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Open
 
-OF_FEW_TURNS = (
+OF_SOME_TURNS = (
+    "environment",
     "format",
     "overlong",
     "action_efficiency",
@@ -32,7 +33,7 @@ OF_FEW_TURNS = (
     "state_estimation",
     "transition_prediction",
 )
-"""Terms that the package sets in some turns only, so that an iteration may have none."""
+"""Terms that the package sets in some turns only: an iteration may have none, such as one of malformed responses."""
 
 
 class Final(StrEnum):
@@ -147,7 +148,7 @@ class Decoupled(Estimator):
         """Apply `gdpo` to the terms.
 
         Raises:
-            ValueError: no episode has a term, and it is not in `OF_FEW_TURNS`, or none has any.
+            ValueError: no episode has a term, and it is not in `OF_SOME_TURNS`.
         """
         present = [
             [term for other, term in (credit.terms or {}).items() if _covers(name, other)]
@@ -175,10 +176,10 @@ class Decoupled(Estimator):
         )
         counts = counts if all_reduce is None else all_reduce(counts)
         has = dict(zip(self.weights, counts.tolist(), strict=True))
-        absent = [name for name, count in has.items() if not count and name not in OF_FEW_TURNS]
-        if absent or not any(has.values()):
+        absent = [name for name, count in has.items() if not count and name not in OF_SOME_TURNS]
+        if absent:
             raise ValueError(
-                f"algorithm.estimator.weights: no episode has a reward term {', '.join(absent or has)}; name those "
+                f"algorithm.estimator.weights: no episode has a reward term {', '.join(absent)}; name those "
                 "of the run's records (reward_terms); a reward function that adds its term to few turns sets 0.0 "
                 "in the others"
             )
