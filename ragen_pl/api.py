@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from ragen_pl.base.machine import collection_paused
 from ragen_pl.base.stop_signals import stopped_by_signals
 from ragen_pl.checkpoints.folder import is_launched
 from ragen_pl.config.composition import composed
@@ -75,8 +76,9 @@ def train_config(cfg: DictConfig) -> TrainedRun:
         ranks_end_together(devices=devices if isinstance(devices, int) else 1, nodes=nodes),
     ):
         check_run(cfg)
-        from ragen_pl.memory.report import check_memory
-        from ragen_pl.run.train import quieten, train
+        with collection_paused():
+            from ragen_pl.memory.report import check_memory
+            from ragen_pl.run.train import quieten, train
 
         # the plan of the memory builds a Trainer too
         quieten()

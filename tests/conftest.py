@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tiny_models import TEXT, VISION
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would reach for a model hub fails at once
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+# an example may take long on a busy machine
+settings.register_profile("any_load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_load")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -7,7 +7,9 @@ begins. Hydra then works as usual.
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
+import gc
 import logging
 import os
 import sys
@@ -58,6 +60,8 @@ def hydra_main(
     def decorate(task: Task) -> Callable[[], None]:
         @functools.wraps(task)
         def main() -> None:
+            # the end of the process would look for garbage among all that was imported
+            atexit.register(gc.freeze)
             _import_from_here()
             sys.argv[1:] = options_first(sys.argv[1:])
             args = or_exit(lambda: parsed(sys.argv[1:], config_name=config_name))
