@@ -48,7 +48,34 @@ def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
                 "own; read them, then run them by model.build.trust_remote_code=true, or choose another model"
             ) from error
         raise _no_model(path, str(error).splitlines()[0]) from error
+    if (problem := _size_problem(config, Path(path))) is not None:
+        raise _no_model(path, problem)
     return config
+
+
+def _size_problem(config: PretrainedConfig, folder: Path) -> str | None:
+    """Return in a clause a size of the decoder that is more than a folder's weights can hold; None without any.
+
+    It is found before memory is taken for it: transformers makes weights that are missing.
+    """
+    files = [file for name in ("*.safetensors", "*.bin") for file in folder.glob(name)]
+    # of four bits each
+    values = 2 * sum(file.stat().st_size for file in files)
+    sizes = config.get_text_config().to_dict()
+    width = sizes.get("hidden_size")
+    for name, power in (("vocab_size", 1), ("num_hidden_layers", 2)):
+        count = sizes.get(name)
+        if (
+            files
+            and isinstance(width, int)
+            and isinstance(count, int)
+            and count * width**power > values
+        ):
+            return (
+                f"config.json says {name}={count} and hidden_size={width}, and the files of its weights have "
+                f"{values // 2} bytes"
+            )
+    return None
 
 
 def _no_model(path: str, cause: str) -> FileNotFoundError:

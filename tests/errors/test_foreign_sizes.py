@@ -27,6 +27,8 @@ from ragen_pl.checkpoints.checkpoint_check import problem_of
 from ragen_pl.checkpoints.sharded_checkpoint import folder_for, read_apart, save_apart
 from ragen_pl.config import ConfigError
 from ragen_pl.data.recorded_step import RecordedStep
+from ragen_pl.models.build import load_pretrained
+from ragen_pl.models.pretrained import read_config
 from ragen_pl.replaying.step import Recorded, build_module
 
 MIB = 1 << 20
@@ -407,6 +409,21 @@ def test_a_models_folder_has_no_deep_file_no_link_and_no_inflated_weights(model,
     (model / "merges.txt").unlink()
     compressed(model / "pytorch_model.bin")
     assert "pytorch_model.bin is compressed" in str(model_folder_problem(model))
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "num_hidden_layers", "hidden_size"])
+def test_a_models_folder_is_no_larger_than_its_weights(name, lm, tmp_path):
+    lm.save(tmp_path)
+    file = tmp_path / "config.json"
+    read_config(str(tmp_path), {"local_files_only": True})
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {name: 10**8, "head_dim": 8}))
+    largest = _peak()
+    with pytest.raises(
+        FileNotFoundError, match=f"{name}=100000000.* the files of its weights have"
+    ):
+        load_pretrained(str(tmp_path))
+    assert _peak() - largest < 400 * MIB
 
 
 def test_a_snapshot_in_a_hubs_cache_is_read(model, tmp_path):
