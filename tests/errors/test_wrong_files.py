@@ -144,8 +144,13 @@ def test_adapters_that_cannot_be_added_are_refused(fit, model, monkeypatch):
 def test_damaged_weights_and_a_missing_tokenizer_are_refused(fit, model):
     weights = model / "model.safetensors"
     whole = weights.read_bytes()
-    weights.write_bytes(whole[:200])
+    weights.write_bytes(whole[: len(whole) // 2])
     assert load(fit).refused().startswith("model.build: ")
+    weights.write_bytes(whole[:200])
+    assert (
+        "vocab_size=512 and hidden_size=32, and the files of its weights have 200 bytes"
+        in load(fit).refused()
+    )
     weights.write_bytes(whole)
     for file in model.glob("tokenizer*"):
         file.unlink()
