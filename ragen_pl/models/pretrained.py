@@ -48,8 +48,6 @@ def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
                 "own; read them, then run them by model.build.trust_remote_code=true, or choose another model"
             ) from error
         raise _no_model(path, str(error).splitlines()[0]) from error
-    if (problem := _size_problem(config, Path(path))) is not None:
-        raise _no_model(path, problem)
     return config
 
 
@@ -118,8 +116,11 @@ def read_model(
         settings: Other arguments of `from_pretrained`.
 
     Raises:
+        FileNotFoundError: Its files hold less than the config describes.
         ValueError: transformers can't run the model with this attention, or on this machine.
     """
+    if (problem := _size_problem(config, Path(path))) is not None:
+        raise _no_model(path, problem)
     try:
         with _without_advice_on_flash_attention():
             model: PreTrainedModel = model_class(config).from_pretrained(
