@@ -195,7 +195,7 @@ class Unit(StrEnum):
 
 
 def binary_divergence(logprobs: Tensor, behavior_logprobs: Tensor, *, how: Divergence) -> Tensor:
-    """Return the divergence of the behavior policy from the policy, as told by the sampled tokens.
+    """Return the divergence of the behavior policy from the policy, estimated from the sampled tokens.
 
     With p the policy's probability of a token and q that of the behavior policy, `|p - q|` (tv) or
     `q log(q / p) + (1 - q) log((1 - q) / (1 - p))` (kl): at most the divergence over the vocabulary, and not as large

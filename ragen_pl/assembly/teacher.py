@@ -164,7 +164,7 @@ class Teacher:
         if note is not None:
             log.info(f"{self._place}: {note}")
         _fit_head(model, student.logit_count)
-        # what ends a response is not banned
+        # ids that end a response are not banned
         model.generation_config = student.model.generation_config
         teacher = ModelBundle(
             model,

@@ -1,1 +1,1 @@
-"""What all parts use: files, seeds, limits of values, formats of prompts."""
+"""Files, seeds, limits of values and formats of prompts, for all parts."""

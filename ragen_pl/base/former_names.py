@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGES = ("envs", "visual_envs")
-_ROOMS = {
+_FOLDERS = {
     "agent_programs": ("programs", "serving"),
     "assembly": ("run.build", "run.component_checks", "run.start_check", "run.weights"),
     "base": (
@@ -44,8 +44,8 @@ _ROOMS = {
 }  # fmt: skip
 MOVED = {
     **{
-        name: f"{room}.{name.rpartition('.')[2]}"
-        for room, names in _ROOMS.items()
+        name: f"{folder}.{name.rpartition('.')[2]}"
+        for folder, names in _FOLDERS.items()
         for name in names
     },
     "programs": "agent_programs",

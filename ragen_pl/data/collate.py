@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,8 +49,7 @@ def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Draft]:
     drafts: list[_Draft] = []
     for number, turn in enumerate(trained_turns(trajectory)):
         shown = turn.prompt_ids, turn.prompt_images, turn.prompt_patches
-        continued = [draft for draft in reversed(drafts) if _continues(*shown, draft)]
-        draft = max(continued, key=lambda draft: len(draft.ids), default=None)
+        draft = _longest_continued(reversed(drafts), *shown)
         if draft is None:
             draft = _Draft(episode, turn.prompt_ids, [])
             drafts.append(draft)
@@ -58,6 +57,17 @@ def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Draft]:
         draft.ids = np.concatenate([turn.prompt_ids, turn.response_ids])
         draft.images, draft.patches = turn.prompt_images, turn.prompt_patches
     return drafts
+
+
+def _longest_continued(
+    drafts: Iterable[_Draft],
+    ids: np.ndarray,
+    images: list[np.ndarray],
+    patches: list[np.ndarray] | None,
+) -> _Draft | None:
+    """Return the longest draft that a prompt continues, the first of several; None without any."""
+    continued = [draft for draft in drafts if _continues(ids, images, patches, draft)]
+    return max(continued, key=lambda draft: len(draft.ids), default=None)
 
 
 def _continues(
@@ -324,17 +334,19 @@ def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence
 
 
 def _show_final_text(drafts: Sequence[_Draft], kept: Sequence[Trajectory]) -> None:
-    """Append what a truncated episode has shown at last to its longest sample that this continues."""
+    """Append the last prompt of each truncated episode to its longest sample that it continues."""
+    of_episode: dict[int, list[_Draft]] = {}
+    for draft in drafts:
+        of_episode.setdefault(draft.episode, []).append(draft)
     for number, trajectory in enumerate(kept):
         ids, roles = trajectory.final_prompt_ids, trajectory.final_roles
         if trajectory.status is not EpisodeStatus.TRUNCATED or ids is None or roles is None:
             continue
         shown = ids, trajectory.final_images, trajectory.final_patches
-        own = [draft for draft in drafts if draft.episode == number and _continues(*shown, draft)]
-        draft = max(own, key=lambda draft: len(draft.ids), default=None)
-        if draft is not None:
-            draft.ids, draft.images, draft.patches = shown
-            draft.final_roles = roles
+        longest = _longest_continued(of_episode.get(number, ()), *shown)
+        if longest is not None:
+            longest.ids, longest.images, longest.patches = shown
+            longest.final_roles = roles
 
 
 def label_text(samples: Samples, drafts: Sequence[_Draft], *, banned: Sequence[int]) -> None:

@@ -113,7 +113,7 @@ CONF = Path(__file__).parent / "conf"
 
 
 class Test$cls(unittest.TestCase):
-    """What holds for the environment."""
+    """Rules that the environment keeps."""
 
     def test_equal_seeds_begin_alike(self):
         first, second = $cls(), $cls()

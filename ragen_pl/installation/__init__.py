@@ -1,1 +1,1 @@
-"""What is installed on a machine, and what is missing."""
+"""Report on the machine and the installed packages."""

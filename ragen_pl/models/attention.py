@@ -149,7 +149,7 @@ def causal_attention(
             **settings | {"is_causal": True},
         )
     if attention_mask is not None and not attention_mask.shape[-1]:
-        raise LayoutError(f"{type(module).__name__} was not told how sequences lie in one row")
+        raise LayoutError(f"{type(module).__name__} got no layout of the sequences in one row")
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     output: tuple[Tensor, None] = sdpa_attention_forward(

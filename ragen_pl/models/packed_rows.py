@@ -17,7 +17,7 @@ from ragen_pl.models.inputs import DecoderInputs, counted_positions, run_decoder
 
 
 def hands_layout_on(bundle: ModelBundle) -> bool:
-    """Return whether a model's attention can be told how sequences lie in one row, and need know nothing else.
+    """Return whether a model's attention takes the layout of sequences in one row, and needs nothing else.
 
     Sliding windows, states that run on, images read both ways and `eager` are left to rows of their own, and so are
     decoders that take no further arguments.

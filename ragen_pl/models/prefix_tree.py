@@ -56,13 +56,13 @@ def tree_of_rows(
     """Return the tree of whole sequences, None where it saves too little or the model's layers mix its parts.
 
     Args:
-        bundle: Model.
+        bundle: Model that `can_share`.
         inputs: Whole sequences, padded on the right, without a mask.
         lengths: int64 `[rows]`, their lengths.
         first: First position whose state is read.
         otherwise: Positions that are computed without a tree.
     """
-    if not can_share(bundle) or len(lengths) < 2:
+    if len(lengths) < 2:
         return None
     device, time = inputs.ids.device, inputs.ids.shape[1]
     least = _WORTH_ON_CPU if device.type == "cpu" else _WORTH
@@ -197,7 +197,7 @@ class SortedRows:
 
 
 def _keys(bundle: ModelBundle, inputs: DecoderInputs, lengths: Tensor) -> np.ndarray:
-    """Return what tokens of rows are compared by, int64 `[rows, time, parts]`: ids, images and positions."""
+    """Return the keys by which tokens of rows are compared, int64 `[rows, time, parts]`: ids, images and positions."""
     ids = inputs.ids
     keys = ids
     if inputs.features is not None:

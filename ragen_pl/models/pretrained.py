@@ -57,21 +57,18 @@ def _size_problem(config: PretrainedConfig, folder: Path) -> str | None:
     It is found before memory is taken for it: transformers makes weights that are missing.
     """
     files = [file for name in ("*.safetensors", "*.bin") for file in folder.glob(name)]
-    # of four bits each
-    values = 2 * sum(file.stat().st_size for file in files)
     sizes = config.get_text_config().to_dict()
     width = sizes.get("hidden_size")
+    if not files or not isinstance(width, int):
+        return None
+    held = sum(file.stat().st_size for file in files)
     for name, power in (("vocab_size", 1), ("num_hidden_layers", 2)):
         count = sizes.get(name)
-        if (
-            files
-            and isinstance(width, int)
-            and isinstance(count, int)
-            and count * width**power > values
-        ):
+        # a value has four bits at least
+        if isinstance(count, int) and count * width**power > 2 * held:
             return (
-                f"config.json says {name}={count} and hidden_size={width}, and the files of its weights have "
-                f"{values // 2} bytes"
+                f"config.json says {name}={count} and hidden_size={width}, and the files of its weights have {held} "
+                "bytes"
             )
     return None
 

@@ -26,7 +26,7 @@ from ragen_pl.models.inputs import (
     whole_inputs,
 )
 from ragen_pl.models.packed_rows import packed_states, packs
-from ragen_pl.models.prefix_tree import tree_of_rows, tree_states
+from ragen_pl.models.prefix_tree import can_share, tree_of_rows, tree_states
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.modules.sharding import is_sharded
 
@@ -133,10 +133,12 @@ def sampled_states(
         text: Whether to yield the states that predict `samples.text` too.
     """
     shared = shared_images(bundle, samples, images, microbatches)
+    # ranks with sharded weights wait for each other in every pass, also in those that try a model's layers
+    shares = can_share(bundle) and not is_sharded(bundle.first_layer)
     # a backward pass needs what all microbatches keep, so one tree of them all takes no more memory
     together = torch.is_grad_enabled() and (isinstance(shared, EncodedImages) or not len(images))
-    for parts in [list(microbatches)] if together else [[rows] for rows in microbatches]:
-        yield from _states_of_parts(bundle, samples, shared, parts, text=text)
+    for parts in [list(microbatches)] if shares and together else [[rows] for rows in microbatches]:
+        yield from _states_of_parts(bundle, samples, shared, parts, text=text, shares=shares)
 
 
 def _states_of_parts(
@@ -146,17 +148,25 @@ def _states_of_parts(
     parts: list[Tensor],
     *,
     text: bool,
+    shares: bool,
 ) -> Iterator[SampledStates]:
-    """Run the decoder on the tree of all rows of the parts where that saves much, else on each part."""
-    # ranks with sharded weights wait for each other in every pass, also in those that try a model's layers
-    sharded = is_sharded(bundle.first_layer)
-    packed = not sharded and packs(bundle, samples.input_ids.device)
+    """Run the decoder on the tree of all rows of the parts where that saves much, else on each part.
+
+    Args:
+        bundle: Model.
+        samples: Sequences.
+        images: Images, or their features.
+        parts: Rows that are computed together without a tree.
+        text: Whether to yield the states that predict `samples.text` too.
+        shares: Whether there may be a tree.
+    """
+    packed = not is_sharded(bundle.first_layer) and packs(bundle, samples.input_ids.device)
     lengths = [samples.length[rows] for rows in parts]
     positions = sum(int(each.sum() if packed else each.max() * len(each)) for each in lengths)
     bundle.positions.whole += positions
     rows = _Rows.of(bundle, samples, images, torch.cat(parts), text=text)
     tree = None
-    if not sharded:
+    if shares:
         tree = tree_of_rows(
             bundle, rows.inputs, rows.lengths, first=rows.first, otherwise=positions
         )

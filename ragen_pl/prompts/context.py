@@ -123,7 +123,7 @@ class ContextManager(ContextRules):
         """Let prompts say which of their tokens are text of the environment; see `Turn.prompt_roles`.
 
         Raises:
-            ValueError: the chat template renders its history as a whole, where they can't be told.
+            ValueError: the chat template renders its history as a whole, where roles can't be assigned.
         """
         if not self.joins:
             raise ValueError(

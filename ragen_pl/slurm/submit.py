@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def usage() -> str:
-    """Return what `--help` prints."""
+    """Return the text of `--help`."""
     settings = f"{SlurmSettings.__module__}.{SlurmSettings.__qualname__}"
     keys = {
         f"slurm.{name}": description_of(name, [settings])

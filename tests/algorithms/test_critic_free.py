@@ -25,7 +25,7 @@ from ragen_pl.algorithms.group_filter import AboveDeviation, KeepAll, TopCount, 
 from ragen_pl.algorithms.whitening import masked_moments, whiten
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
-maths = settings(max_examples=60, deadline=None, database=None, derandomize=True)
+maths = settings(max_examples=60, database=None, derandomize=True)
 members = st.lists(
     st.tuples(st.floats(-5, 5, width=32), st.integers(0, 4)), min_size=1, max_size=20
 )

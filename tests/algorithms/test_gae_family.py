@@ -17,7 +17,7 @@ from ragen_pl.algorithms.credit import Credit
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
 
-maths = settings(max_examples=60, deadline=None, database=None, derandomize=True)
+maths = settings(max_examples=60, database=None, derandomize=True)
 number = st.floats(-3, 3, width=32)
 unit = st.sampled_from([0.0, 0.5, 0.9, 0.95, 1.0])
 

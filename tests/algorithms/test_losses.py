@@ -14,7 +14,7 @@ from ragen_pl.algorithms.policy_loss import PolicyLoss, clipped_surrogate
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.modules.losses import ReferenceKL
 
-maths = settings(max_examples=40, deadline=None, database=None, derandomize=True)
+maths = settings(max_examples=40, database=None, derandomize=True)
 CONSTANT = {Aggregation.CONSTANT: 8.0}
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ragen_pl.algorithms import masks
 from ragen_pl.algorithms.credit import carry_into_mask, place_turn_rewards
 
-maths = settings(max_examples=80, deadline=None, database=None, derandomize=True)
+maths = settings(max_examples=80, database=None, derandomize=True)
 MASKS = [
     masks.sampled,
     masks.action_span,

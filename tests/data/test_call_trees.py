@@ -293,7 +293,7 @@ def chain(trajectory: Trajectory, values: list[float], estimator: BilevelGAE) ->
 
 
 @given(played=trees(), data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_random_episodes(lm, played, data) -> None:
     kept = [trajectory for trajectory in played if usable(trajectory)]
     batch = collate(played, lm)

@@ -194,7 +194,7 @@ def test_credit_of_a_token_does_not_depend_on_the_layout(
         torch.testing.assert_close(other, whole, atol=1e-6, rtol=1e-5)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3),
     st.integers(1, 3),

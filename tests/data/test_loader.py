@@ -43,7 +43,7 @@ def episodes(minibatch) -> list[int]:
     return minibatch.samples.episode[minibatch.samples.weight > 0].tolist()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4))
 def test_every_sample_is_yielded_once_an_epoch(batch, epochs, minibatches, accumulate):
     loader = loader_of(batch, epochs=epochs, minibatches=minibatches, accumulate=accumulate)
@@ -58,7 +58,7 @@ def test_every_sample_is_yielded_once_an_epoch(batch, epochs, minibatches, accum
     assert all(len(step.samples) > 0 for step in steps)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 2), st.integers(4, 40), st.integers(0, 3))
 def test_microbatches_keep_the_token_budget(batch, minibatches, accumulate, tokens, more):
     """`more`: microbatches that another rank needs in addition."""

@@ -215,7 +215,7 @@ def texts_of(name):
 
 
 @pytest.mark.parametrize("name", JOINING)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(data=st.data())
 def test_any_response_stays_as_it_was_sampled(name, data):
     bundle, tokenizer = bundle_of(name), bundle_of(name).tokenizer
@@ -243,7 +243,7 @@ def test_any_response_stays_as_it_was_sampled(name, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(data=st.data())
 def test_any_observation_is_encoded_as_the_familys_own_renderer_does(name, data):
     pieces = st.lists(st.sampled_from([*PIECES, *BLANKS, *BLANKS]), max_size=8).map("".join)
@@ -256,7 +256,7 @@ def test_any_observation_is_encoded_as_the_familys_own_renderer_does(name, data)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].strips])
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(data=st.data())
 def test_pieces_of_a_written_response_join_to_its_text(name, data):
     text = data.draw(texts_of(name))

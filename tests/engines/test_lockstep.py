@@ -80,7 +80,7 @@ def roll_out(lockstep, turns, *, gives_up=False, engine=None):
 LENGTHS = st.lists(st.lists(st.integers(1, 6), max_size=3), max_size=4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(turns=st.lists(LENGTHS, min_size=2, max_size=3), gives_up=st.integers(0, 2))
 def test_all_ranks_are_given_the_same_and_each_gets_its_own(turns, gives_up):
     ranks = Ranks(len(turns))

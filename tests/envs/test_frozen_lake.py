@@ -86,7 +86,7 @@ def test_step_frequencies_match_transition_probabilities() -> None:
     assert counts[4] / 8000 == pytest.approx(0.25, abs=0.025)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**63),
     size=st.integers(2, 8),

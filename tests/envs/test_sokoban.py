@@ -68,7 +68,7 @@ def grid(environment: Sokoban) -> str:
     return str(environment.render())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**63),
     size=st.integers(5, 7),

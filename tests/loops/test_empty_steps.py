@@ -148,7 +148,7 @@ def batch_of(bundle, *kinds: int):
     return batch
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     st.lists(
         st.lists(st.sampled_from([0, 0, 1, 2]), min_size=1, max_size=9), min_size=1, max_size=3

@@ -130,7 +130,7 @@ def test_ranks_with_different_parts_have_the_same_metrics(tmp_path):
     assert first == second == pytest.approx(compute(PARTS))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(st.lists(st.tuples(st.floats(-2, 2), st.integers(1, 9)), min_size=2, max_size=12), st.data())
 def test_rollout_metrics_do_not_depend_on_the_split(rewards, data):
     """With groups of one: a larger group must not be split."""

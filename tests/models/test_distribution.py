@@ -25,7 +25,7 @@ def test_entropy_by_hand_with_a_banned_token() -> None:
     assert logits.grad[0].isfinite().all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(0, 7),
@@ -183,7 +183,7 @@ def test_gradient_has_the_type_of_the_logits():
     assert gradient.dtype == torch.bfloat16 and not gradient[:, 0].any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.lists(
         st.tuples(

@@ -143,7 +143,7 @@ def test_a_trained_encoder_sees_an_image_anew(monkeypatch):
     assert calls == [1, 1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), counts=st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_features_are_chosen_by_image_and_patch(data, counts):
     total = sum(counts)

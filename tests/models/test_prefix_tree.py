@@ -1,4 +1,4 @@
-"""What several rows begin with is computed once, with the same scores and gradients."""
+"""Prefixes that several rows share are computed once, with the same scores and gradients."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return ids, lengths
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(rows_and_cuts())
 def test_each_prefix_is_computed_once(case: tuple[list[list[int]], set[int]]) -> None:
     rows, columns = case
@@ -274,7 +274,7 @@ def llama() -> ModelBundle:
     return bundle
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rows_and_cuts())
 def test_states_of_any_tree_are_those_of_whole_rows(
     case: tuple[list[list[int]], set[int]],

@@ -61,9 +61,7 @@ def gradients(policy, scores):
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunk=st.integers(1, 400), parts=st.integers(1, 4), reverse=st.booleans())
 def test_chunks_change_neither_scores_nor_gradients(scored, chunk, parts, reverse):
     policy, samples, reference, states = scored

@@ -20,7 +20,7 @@ from ragen_pl.trajectory import Span
     seed=st.integers(0, 10_000), fraction=st.sampled_from([0.01, 0.1, 0.3, 0.5, 0.9, 1.0]),
     tokens=st.integers(1, 12),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_top_in_turn_equals_sorting_each_turn(seed, fraction, tokens) -> None:
     draw = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 4, (3, tokens), generator=draw).float()  # many ties

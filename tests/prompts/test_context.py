@@ -296,7 +296,7 @@ def test_images_for_a_text_model_raise(lm):
 # ---- pieces
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.text(min_size=1, max_size=20))
 def test_pieces_of_a_written_response_join_to_its_text(lm, text):
     context = ContextManager(lm)
@@ -305,7 +305,7 @@ def test_pieces_of_a_written_response_join_to_its_text(lm, text):
     assert len(pieces) == len(ids) and pieces[-1] == "" and "".join(pieces) == text
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.lists(st.integers(6, 270), max_size=12))
 def test_pieces_of_sampled_bytes_join_to_the_decoded_text(lm, ids):
     ids = [token for token in ids if token not in lm.eos_token_ids]

@@ -77,7 +77,7 @@ def check_nothing_is_lost(message: Any, text: str) -> None:
     opened=st.booleans(),
     thinks=st.booleans(),
 )
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(max_examples=300, database=None, derandomize=True)
 def test_any_text_has_a_reading(call_format, text, opened, thinks):
     message = parse(text, call_format, opened=opened, thinks=thinks)
     check_nothing_is_lost(message, text)
@@ -85,7 +85,7 @@ def test_any_text_has_a_reading(call_format, text, opened, thinks):
 
 @by_format
 @given(data=st.data())
-@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@settings(max_examples=200, database=None, derandomize=True)
 def test_calls_with_a_hole_or_a_foreign_piece_have_a_reading(call_format, data):
     call = CALLS[call_format]
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(call))] * 2)))

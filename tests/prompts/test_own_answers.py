@@ -134,7 +134,7 @@ TEXTS = st.lists(
 
 
 @pytest.mark.parametrize("name", TAKING)
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, derandomize=True, database=None)
 @given(
     pieces=TEXTS, protocol=st.sampled_from([CHAT, RESPONSES]), cut=st.integers(0, 60) | st.none()
 )

@@ -55,7 +55,7 @@ by_template = pytest.mark.parametrize("template", TEMPLATES, ids=lambda template
 
 @by_template
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, database=None, derandomize=True)
+@settings(max_examples=25, database=None, derandomize=True)
 def test_calls_are_read_back(template, data):
     several = template.several
     tools = data.draw(
@@ -100,7 +100,7 @@ simple_values = (
 
 @by_template
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, database=None, derandomize=True)
+@settings(max_examples=25, database=None, derandomize=True)
 def test_simple_calls_are_read_as_transformers_reads_them(template, data):
     arguments = st.dictionaries(simple_names, simple_values, min_size=1, max_size=3)
     size = 2 if template.several else 1

@@ -252,7 +252,7 @@ def test_damaged_and_foreign_lines_are_left_out_with_one_warning(tmp_path: Path,
     assert AnswerFile(file).get("new") == Answer(text="x", finish_reason=None)
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 @given(st.text(), st.one_of(st.none(), st.text()), st.booleans())
 def test_any_answer_is_read_as_it_was_written(text: str, reason: str | None, refusal: bool) -> None:
     answer = Answer(

@@ -75,7 +75,7 @@ def number_of_values(value: object) -> int:
     return 1 + sum(map(number_of_values, inner))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, derandomize=True, database=None)
 @given(value=JSON, escaped=st.booleans(), indent=st.sampled_from([None, 1]))
 def test_the_count_is_that_of_the_values(value, escaped, indent):
     """No request is refused for what its texts hold; empty lists and objects may count twice."""

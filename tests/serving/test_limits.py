@@ -385,7 +385,7 @@ BODY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(BODY)
 def test_any_json_is_read_or_refused(body):
     try:
