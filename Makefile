@@ -31,7 +31,7 @@ endef
 # Set in many containers: every process would then compile all packages anew, which takes longer than their import.
 unexport PYTHONDONTWRITEBYTECODE
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-SOAK = $(ONE_THREAD) PYTHONUNBUFFERED=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/run
+SOAK = $(ONE_THREAD) PYTHONUNBUFFERED=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests
 
 .DEFAULT_GOAL := help
 .PHONY: help fit test soak soak-memory soak-faults test-gpu test-vllm test-environments test-agents test-nodes test-slurm lint format constraints clean

@@ -1,9 +1,9 @@
 """Which families of transformers train exactly: log-probs three ways, of a tiny random model of each.
 
 The model's own forward with every output of its own processor, the in-process engine and the trainer, over turns with
-images of two sizes and a turn without one (`tests/three_ways.py`). Each family runs in a process of its own with a
-limit of processor time. Results are kept in `benchmarks/families.json`, so a run that was stopped goes on where it
-ended, and `docs/models.md` gets their table.
+images of two sizes and a turn without one (`tests/support/models/compared_logprobs.py`). Each family runs in a process
+of its own with a limit of processor time. Results are kept in `benchmarks/families.json`, so a run that was stopped
+goes on where it ended, and `docs/models.md` gets their table.
 
     python benchmarks/families.py                 # families without a result of the installed transformers
     python benchmarks/families.py --again NAME …  # these families
@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT / "tests") not in sys.path:
     sys.path.insert(0, str(ROOT / "tests"))
 
-from three_ways import own_logprobs, play, trainer_logprobs  # noqa: E402
-from tiny_families import PROCESSORS, known_families, tiny_bundle  # noqa: E402
+from support.models.compared_logprobs import own_logprobs, play, trainer_logprobs  # noqa: E402
+from support.models.tiny_families import PROCESSORS, known_families, tiny_bundle  # noqa: E402
 
 from ragen_pl.config.errors import in_one_line  # noqa: E402
 

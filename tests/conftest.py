@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tiny_models import TEXT, VISION
+from support.models.tiny_models import TEXT, VISION
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle

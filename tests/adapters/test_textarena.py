@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 import pytest
-from hostile import hostile_answers
-from players import steps
+from support.episodes.hostile import hostile_answers
+from support.episodes.players import steps
 
 from envs.adapters.textarena import GAMES, TextArena
 

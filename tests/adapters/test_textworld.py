@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hostile import hostile_answers
-from players import steps
+from support.episodes.hostile import hostile_answers
+from support.episodes.players import steps
 
 from envs.adapters.textworld import TextWorld
 

@@ -14,8 +14,8 @@ import threading
 from typing import Any
 
 import aiohttp
-from agent_cases import CASES, REQUESTS
 from aiohttp import web
+from support.episodes.agent_cases import CASES, REQUESTS
 
 from ragen_pl.agent_programs.environment import shared_server
 from ragen_pl.agent_programs.serving.server import LOOPBACK

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from agent_cases import CASES
-from agent_programs import AGENTS, check_record, play_program
+from support.episodes.agent_cases import CASES
+from support.episodes.agent_programs import AGENTS, check_record, play_program
 
 pytestmark = pytest.mark.agents
 

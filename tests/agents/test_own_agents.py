@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from agent_programs import AGENTS, check_record, play_program
+from support.episodes.agent_programs import AGENTS, check_record, play_program
 
 from ragen_pl.agent_programs.environment import ProgramEnvironment
 

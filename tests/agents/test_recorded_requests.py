@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from agent_cases import CASES, PROGRAMS, REQUESTS
-from agent_programs import check_record
+from support.episodes.agent_cases import CASES, PROGRAMS, REQUESTS
+from support.episodes.agent_programs import check_record
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_programs import AGENTS, PROGRAM, ScriptedEngine, bundle_of, calls
-from tiny_models import TEXT
+from support.episodes.agent_programs import AGENTS, PROGRAM, ScriptedEngine, bundle_of, calls
+from support.models.tiny_models import TEXT
 
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.data.collate import collate

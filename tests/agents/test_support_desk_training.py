@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from agent_programs import AGENTS
-from module_process import run_module
-from small_runs import ROOT, RUN_TESTS
+from support.episodes.agent_programs import AGENTS
+from support.runs.module_process import run_module
+from support.runs.small_runs import ROOT, TESTS
 
 from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles
 
@@ -38,7 +38,7 @@ BOTH = (
     "callbacks.progress=null",
     "callbacks.trajectories=null",
     "callbacks.plots=null",
-    "+callbacks.record._target_=killing.Record",
+    "+callbacks.record._target_=support.runs.killing.Record",
 )
 
 
@@ -53,7 +53,7 @@ def trained(folder: Path, *overrides: str) -> tuple[dict[str, list[list[int]]], 
         "ragen_pl.fit",
         [*BOTH, *overrides, *places],
         folder=folder,
-        paths=(RUN_TESTS, ROOT),
+        paths=(TESTS, ROOT),
         timeout=LIMIT_S,
     )
     assert code == 0, output[-3000:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agent_programs import AGENTS, bundle_of, check_record, play_program
+from support.episodes.agent_programs import AGENTS, bundle_of, check_record, play_program
 
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.data.batch import CreditLayout

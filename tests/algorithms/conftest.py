@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from composing import composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from support.runs.composing import composed
 
 import envs  # noqa: F401
 from ragen_pl.assembly.build import assemble, build_agent, build_datamodule

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from threaded_ranks import on_ranks
+from support.machines.threaded_ranks import on_ranks
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.bilevel import bilevel_gae

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from threaded_ranks import on_ranks
+from support.machines.threaded_ranks import on_ranks
 
 from ragen_pl.algorithms.normalization import (
     ByBatch,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from threaded_ranks import on_ranks
+from support.machines.threaded_ranks import on_ranks
 
 from ragen_pl.algorithms.masks import above_quantile
 from ragen_pl.algorithms.order_statistics import smallest_of_top

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from tiny_models import TEXT
+from support.models.tiny_models import TEXT
 
 from ragen_pl.callbacks.collapse import Alarm
 from ragen_pl.engines.in_process.engine import TransformersEngine

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from trajectories import make_trajectory, make_turn
+from support.episodes.trajectories import make_trajectory, make_turn
 
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.trajectory import Trajectory

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from module_process import FORKS
+from support.runs.module_process import FORKS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RANKS = (2, 8)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trajectories import roll_out, starts
+from support.episodes.trajectories import roll_out, starts
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.policy import PolicyModule

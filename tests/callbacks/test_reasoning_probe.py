@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import TEXT, VISION
-from trajectories import starts
+from support.episodes.trajectories import starts
+from support.models.tiny_models import TEXT, VISION
 
 import envs  # noqa: F401
 import visual_envs  # noqa: F401

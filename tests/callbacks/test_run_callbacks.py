@@ -14,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from support.episodes.trajectories import make_trajectory, make_turn
 from torch.utils.data import DataLoader
-from trajectories import make_trajectory, make_turn
 
 from ragen_pl.callbacks.progress import RolloutProgress
 from ragen_pl.callbacks.summary import (

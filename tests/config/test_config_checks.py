@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 from annotated_types import Interval
-from composing import composed, resolved
 from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
+from support.runs.composing import composed, resolved
 
 from ragen_pl.base.constraints import Count, Fraction, Positive, problem, validated
 from ragen_pl.config import ConfigError, check_config, check_packages, config_dir

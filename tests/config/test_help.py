@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from composing import composed, resolved
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from support.runs.composing import composed, resolved
 
 from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.config.check import leaves

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composing import composed
 from omegaconf import DictConfig, OmegaConf
+from support.runs.composing import composed
 
 from ragen_pl.config import config_dir
 from ragen_pl.config.keys import keys_of

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from composing import composed as composed_by_hydra
+from support.runs.composing import composed as composed_by_hydra
 
 import ragen_pl
 from ragen_pl.config import ConfigError, check_config

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import gymnasium
 import pytest
-from composing import composed
 from gymnasium import spaces
 from omegaconf import DictConfig, OmegaConf
+from support.runs.composing import composed
 
 from ragen_pl.config import ConfigError, check_config
 from ragen_pl.environments.calls import make_environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from trajectories import in_context, make_turn
+from support.episodes.trajectories import in_context, make_turn
 
 from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory
 

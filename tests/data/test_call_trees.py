@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from call_trees import after, call, episode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.episodes.call_trees import after, call, episode
 
 from ragen_pl.algorithms.advantages.adaptive import AdaptiveBilevelGAE
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE

@@ -1,7 +1,7 @@
 """Stages of a curriculum: when they end, and the groups that play them."""
 
 import pytest
-from small_lakes import FAR, Module, proxy_of
+from support.episodes.small_lakes import FAR, Module, proxy_of
 
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.data.curriculum import Curriculum

@@ -4,7 +4,7 @@ from collections.abc import Set
 
 import gymnasium
 import pytest
-from small_lakes import FAR, Module, proxy_of
+from support.episodes.small_lakes import FAR, Module, proxy_of
 
 import envs  # noqa: F401 - registers the environments
 from envs.frozen_lake import FrozenLake

@@ -4,7 +4,7 @@ import logging
 import re
 
 import torch
-from small_lakes import ENVIRONMENT
+from support.episodes.small_lakes import ENVIRONMENT
 
 import envs  # noqa: F401 - registers the environments
 from envs.policies import OptimalPolicy

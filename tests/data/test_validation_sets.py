@@ -7,8 +7,8 @@ from collections import Counter
 
 import gymnasium
 import pytest
-from composing import composed
-from small_lakes import proxy_of
+from support.episodes.small_lakes import proxy_of
+from support.runs.composing import composed
 
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.base.seeding import derive_seed

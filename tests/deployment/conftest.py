@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from rollout_fixtures import lively
-from tiny_models import TEXT
+from support.episodes.rollout_fixtures import lively
+from support.models.tiny_models import TEXT
 
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.models.build import build_small_lm

@@ -7,8 +7,8 @@ import threading
 
 import numpy as np
 import pytest
-from endpoint_clients import HELLO, hang_up, post, send, until
-from rollout_fixtures import TextEngine
+from support.episodes.rollout_fixtures import TextEngine
+from support.servers.endpoint_clients import HELLO, hang_up, post, send, until
 
 from ragen_pl.agent_programs.serving.server import AgentServer
 from ragen_pl.agent_programs.serving.session import Event, EventKind, Session, SessionLimits

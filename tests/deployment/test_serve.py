@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from composing import evaluation_config
-from endpoint_clients import assembled
-from module_process import start_module
-from program_client import CLIENT
-from small_runs import free_port
+from support.runs.composing import evaluation_config
+from support.runs.module_process import start_module
+from support.runs.small_runs import free_port
+from support.servers.endpoint_clients import assembled
+from support.servers.program_client import CLIENT
 
 from ragen_pl.assembly.weights import load_bundle
 from ragen_pl.base.prompt_formats import PromptFormat

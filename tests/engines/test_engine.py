@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lake_episodes import draws_of, gap, prompt_of, proxy_of, replay, scored, words
-from trajectories import make_request, roll_out, starts
+from support.episodes.lake_episodes import draws_of, gap, prompt_of, proxy_of, replay, scored, words
+from support.episodes.trajectories import make_request, roll_out, starts
 
 from ragen_pl.base.seeding import derive_seed, uniforms
 from ragen_pl.data.collate import collate

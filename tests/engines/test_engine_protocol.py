@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from composing import composed
-from lake_episodes import talk, talks_with_images, words
-from trajectories import make_request
+from support.episodes.lake_episodes import talk, talks_with_images, words
+from support.episodes.trajectories import make_request
+from support.runs.composing import composed
 
 from ragen_pl.assembly.start_check import engine_factory
 from ragen_pl.engines.in_process.engine import TransformersEngine

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import FAMILIES
-from family_models import MODELS, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models.families import FAMILIES
+from support.models.family_models import MODELS, tiny
 
 import envs  # noqa: F401 - registers the environments
 from envs.policies import OptimalPolicy

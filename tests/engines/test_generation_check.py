@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from trajectories import roll_out, starts
+from support.episodes.trajectories import roll_out, starts
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.generation_check import (

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from family_models import tiny
-from trajectories import responses, roll_out, starts
+from support.episodes.trajectories import responses, roll_out, starts
+from support.models.family_models import tiny
 
 from ragen_pl.data.collate import collate, split_into_samples
 from ragen_pl.engines.in_process.engine import TransformersEngine

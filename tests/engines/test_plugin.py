@@ -17,8 +17,8 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
-from fake_network import Proxy
-from small_disks import small_disk
+from support.machines.full_disks import small_disk
+from support.servers.fake_network import Proxy
 
 from ragen_pl.engines.vllm_server import plugin
 from ragen_pl.engines.vllm_server.plugin import Downloads, TransferError, write_package

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 
 import pytest
-from fake_network import Router
-from fake_vllm import Server, wait
-from server_engines import collected, expected, requests, sampled
+from support.servers.fake_network import Router
+from support.servers.fake_vllm import Server, wait
+from support.servers.server_engines import collected, expected, requests, sampled
 
 from ragen_pl.engines.errors import RolloutError
 

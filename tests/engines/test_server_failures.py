@@ -8,8 +8,8 @@ import re
 
 import numpy as np
 import pytest
-from fake_vllm import wait
-from server_engines import collected, expected, requests, sampled, seeds
+from support.servers.fake_vllm import wait
+from support.servers.server_engines import collected, expected, requests, sampled, seeds
 
 from ragen_pl.engines.errors import RolloutError
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from fake_network import Proxy
-from fake_vllm import Server, wait
-from server_engines import collected, expected, requests, sampled
-from small_disks import small_disk
+from support.machines.full_disks import small_disk
+from support.servers.fake_network import Proxy
+from support.servers.fake_vllm import Server, wait
+from support.servers.server_engines import collected, expected, requests, sampled
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.vllm_server.engine import VLLMServerEngine

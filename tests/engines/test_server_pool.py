@@ -10,9 +10,9 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
-from fake_vllm import Server as FakeServer
 from hypothesis import given
 from hypothesis import strategies as st
+from support.servers.fake_vllm import Server as FakeServer
 
 from ragen_pl.engines.protocol import GenerationRequest, Prompt
 from ragen_pl.engines.vllm_server.access import KEY_VARIABLE, KeyRequired

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from hydra import compose, initialize_config_dir
-from module_process import FORKS
-from server_engines import expected, requests, sampled
-from tiny_models import TEXT
+from support.models.tiny_models import TEXT
+from support.runs.module_process import FORKS
+from support.servers.server_engines import expected, requests, sampled
 
 from ragen_pl.config import ConfigError, check_config, config_dir
 from ragen_pl.engines.errors import RolloutError

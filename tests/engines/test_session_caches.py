@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from lake_episodes import (
+from support.episodes.lake_episodes import (
     ENVIRONMENTS,
     draws_of,
     plain_logits,
@@ -13,7 +13,7 @@ from lake_episodes import (
     talks_with_images,
     words,
 )
-from trajectories import make_request, roll_out, starts
+from support.episodes.trajectories import make_request, roll_out, starts
 
 from ragen_pl.base.seeding import derive_seed, uniforms
 from ragen_pl.data.validation import ValidationSet

@@ -6,14 +6,21 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from family_models import MODELS, tiny
-from host_reads import HostReads
-from lake_episodes import draws_of, prompt_of, proxy_of, replay, talks_with_images, words
-from three_ways import play
+from support.episodes.lake_episodes import (
+    draws_of,
+    prompt_of,
+    proxy_of,
+    replay,
+    talks_with_images,
+    words,
+)
+from support.episodes.trajectories import make_request, roll_out, starts
+from support.machines.host_reads import HostReads
+from support.models.compared_logprobs import play
+from support.models.family_models import MODELS, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trajectories import make_request, roll_out, starts
 
 from ragen_pl.engines.in_process.engine import TransformersEngine, static_problem
 from ragen_pl.engines.in_process.sampling import SamplingParameters

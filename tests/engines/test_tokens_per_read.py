@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from host_reads import HostReads
-from lake_episodes import proxy_of, words
-from trajectories import make_request, roll_out, starts
+from support.episodes.lake_episodes import proxy_of, words
+from support.episodes.trajectories import make_request, roll_out, starts
+from support.machines.host_reads import HostReads
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.in_process.sampling import Responses

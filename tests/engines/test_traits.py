@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from copy_engine import CopyEngine
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from support.models.copy_engine import CopyEngine
 
 from ragen_pl.assembly.build import assemble, plain
 from ragen_pl.assembly.start_check import checked_engine_factory

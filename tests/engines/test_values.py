@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from family_models import MODELS, tiny
-from lake_episodes import proxy_of, words
-from three_ways import play, trajectory_of
-from trajectories import make_request, roll_out, starts
+from support.episodes.lake_episodes import proxy_of, words
+from support.episodes.trajectories import make_request, roll_out, starts
+from support.models.compared_logprobs import play, trajectory_of
+from support.models.family_models import MODELS, tiny
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.microbatches import split_by_length

@@ -6,7 +6,7 @@ import importlib.util
 from types import SimpleNamespace
 
 import pytest
-from composing import composed
+from support.runs.composing import composed
 
 from ragen_pl.config import ConfigError
 from ragen_pl.engines.protocol import check_asynchronous

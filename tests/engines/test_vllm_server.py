@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 import pytest
-from fake_vllm import wait
-from server_engines import expected, requests, sampled, seeds
+from support.servers.fake_vllm import wait
+from support.servers.server_engines import expected, requests, sampled, seeds
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import generate

@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 import pytest
-from endpoint_clients import until
-from faulty_servers import LAKE, SLIPPERY, Served
+from support.servers.endpoint_clients import until
+from support.servers.faulty_servers import LAKE, SLIPPERY, Served
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from family_models import tiny
 from PIL import Image, ImageDraw
+from support.models.family_models import tiny
 
 from envs.adapters.openenv_members import image_of
 from envs.adapters.pictures import on_white

@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from faulty_servers import LAKE
-from module_process import start_module
+from support.runs.module_process import start_module
+from support.servers.faulty_servers import LAKE
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from players import steps
+from support.episodes.players import steps
 
 from envs.adapters.gym import Gym
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from hostile import hostile_answers, random_answers
 from omegaconf import DictConfig, OmegaConf
+from support.episodes.hostile import hostile_answers, random_answers
 
 from envs.tools import ToolEnvironment
 from ragen_pl.environments.calls import manager_settings

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from players import play
+from support.episodes.players import play
 
 from envs.invoice import DOCUMENTS, FIELDS, ITEMS, Invoice, Line
 from envs.tools import call_text

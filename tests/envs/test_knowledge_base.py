@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from players import play
+from support.episodes.players import play
 
 import envs.wiki
 from envs.knowledge_base import KnowledgeBase

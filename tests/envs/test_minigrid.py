@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from players import steps
+from support.episodes.players import steps
 
 from envs.adapters.minigrid import MiniGrid
 from visual_envs.adapters.minigrid import MiniGridVisual

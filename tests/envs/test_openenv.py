@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from aiohttp import WSMsgType, web
-from hostile import hostile_answers
+from support.episodes.hostile import hostile_answers
 
 from envs.adapters import openenv_session
 from envs.adapters.openenv import OpenEnv

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from players import begin, play
+from support.episodes.players import begin, play
 
 from envs.support_desk import SupportDesk
 from envs.support_desk_policy import Rule

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from composing import composed
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from support.runs.composing import composed
 
 from envs.policies import ScriptedPolicy
 from envs.trivial_policies import AddAll, Buy, Constant, Cycle, Decide, HitBelow

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from players import begin, play
+from support.episodes.players import begin, play
 
 from envs.tools import call_text
 from envs.web_shop import OPTIONS, SIZES, WebShop

@@ -1,7 +1,7 @@
 """Callbacks that fail."""
 
 import lightning.pytorch as pl
-from unprintable import StrRaises
+from support.episodes.unprintable import StrRaises
 
 
 class Fails(pl.Callback):

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from called_commands import Result, caller
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
+from support.runs.called_commands import Result, caller
 
 from ragen_pl.evaluation import settings
 

@@ -6,8 +6,8 @@ import copy
 import sys
 
 import pytest
-from composing import composed
 from omegaconf import DictConfig, OmegaConf
+from support.runs.composing import composed
 
 from ragen_pl.config import ConfigError, check_config
 from ragen_pl.config.check import leaves

@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from composing import composed, resolved
 from omegaconf import OmegaConf
+from support.runs.composing import composed, resolved
 
 from ragen_pl.checkpoints.folder import Run
 from ragen_pl.config import ConfigError, config_dir, trust

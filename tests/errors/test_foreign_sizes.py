@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from composing import composed, evaluation_config
 from omegaconf import OmegaConf
+from support.runs.composing import composed, evaluation_config
 
 from ragen_pl.assembly.build import build_bundle
 from ragen_pl.assembly.weights import load_bundle, read_checkpoint

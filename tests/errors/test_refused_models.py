@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
-from tiny_families import tiny_bundle
+from support.models.families import FAMILIES
+from support.models.tiny_families import tiny_bundle
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from composing import composed
 from omegaconf import OmegaConf
+from support.runs.composing import composed
 
 from ragen_pl.config import ConfigError
 from ragen_pl.environments.check import check_environment

@@ -11,8 +11,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from called_commands import caller
-from composing import composed
+from support.runs.called_commands import caller
+from support.runs.composing import composed
 
 from envs.policies import RandomPolicy
 from ragen_pl.config import ConfigError

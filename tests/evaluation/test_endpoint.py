@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chat_server import KEY, ChatServer, serving
-from composing import composed, evaluation_config
 from hydra.errors import HydraException
 from PIL import Image
+from support.runs.composing import composed, evaluation_config
+from support.servers.chat_server import KEY, ChatServer, serving
 
 import envs  # noqa: F401
 from ragen_pl.config import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from composing import composed, evaluation_config, resolved
+from support.runs.composing import composed, evaluation_config, resolved
 
 from ragen_pl.assembly.weights import load_bundle, read_policy
 from ragen_pl.config import ConfigError

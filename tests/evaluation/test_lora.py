@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import composed, evaluation_config
+from support.runs.composing import composed, evaluation_config
 from transformers import AutoModelForCausalLM
 
 from ragen_pl.config import ConfigError

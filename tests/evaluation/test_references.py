@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composing import composed, evaluation_config
 from omegaconf import DictConfig, OmegaConf
+from support.runs.composing import composed, evaluation_config
 
 from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.config.references import references_in, references_of_environment

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import composed, evaluation_config, resolved
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
+from support.runs.composing import composed, evaluation_config, resolved
 
 from ragen_pl.assembly.build import episode_settings
 from ragen_pl.config import ConfigError

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from family_models import tiny
-from module_process import run_module
-from trajectories import responses
-from vllm_models import gap, play, request
+from support.episodes.trajectories import responses
+from support.models.family_models import tiny
+from support.models.vllm_models import gap, play, request
+from support.runs.module_process import run_module
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import generate

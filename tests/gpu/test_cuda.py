@@ -13,9 +13,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from composing import composed
-from family_models import MODELS, tiny
 from lightning.pytorch.utilities import move_data_to_device
+from support.models.family_models import MODELS, tiny
+from support.runs.composing import composed
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from module_process import run_module
+from support.runs.module_process import run_module
 
 
 @pytest.mark.slow

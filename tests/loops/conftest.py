@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
-from rollouts_ahead import ahead_of, rollout_ahead, run_ahead  # noqa: F401 - fixtures
-from tiny_models import TEXT as TWO_LAYERS
+from support.models.tiny_models import TEXT as TWO_LAYERS
+from support.runs.rollouts_ahead import ahead_of, rollout_ahead, run_ahead  # noqa: F401 - fixtures
 
 import envs  # noqa: F401
 from envs.policies import NoisyPolicy

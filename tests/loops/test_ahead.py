@@ -8,8 +8,8 @@ import time
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-from copy_engine import CopyEngine
-from rollouts_ahead import (
+from support.models.copy_engine import CopyEngine
+from support.runs.rollouts_ahead import (
     Recorder,
     SavesAtEnds,
     Silent,

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from rollouts_ahead import background_threads, values
+from support.runs.rollouts_ahead import background_threads, values
 
 from ragen_pl.callbacks.checkpoint import RunCheckpoint
 from ragen_pl.engines.errors import RolloutError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trajectories import in_context, make_turn
+from support.episodes.trajectories import in_context, make_turn
 
 from ragen_pl.algorithms.masks import sampled
 from ragen_pl.data.batch import Minibatch

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from copy_engine import CopyEngine
-from tiny_models import TEXT
+from support.models.copy_engine import CopyEngine
+from support.models.tiny_models import TEXT
 
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.errors import RolloutError

@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from copy_engine import CopyEngine
+from support.models.copy_engine import CopyEngine
 
 from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter

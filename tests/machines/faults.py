@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from killing import KillAt
+from support.runs.killing import KillAt
 
 from ragen_pl.trajectory import Trajectory
 

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from machine_runs import MACHINES, SETTINGS, SKIP, environment, fault, final_weights
+from support.machines.machine_runs import (
+    MACHINES,
+    SETTINGS,
+    SKIP,
+    environment,
+    fault,
+    final_weights,
+)
 
 LIMIT_S = 900
 pytestmark = pytest.mark.machines
@@ -132,7 +139,7 @@ def test_a_job_is_requeued_after_a_fault_and_ends_with_the_same_weights(
 def test_a_job_that_fails_at_each_start_ends(slurm, tmp_path):
     """The error comes after the first iteration's rollout, at each start."""
     broken = (
-        "+callbacks.fail._target_=killing.RaiseAt", "+callbacks.fail.moment=step-1",
+        "+callbacks.fail._target_=support.runs.killing.RaiseAt", "+callbacks.fail.moment=step-1",
         "warm_start.enabled=false", "trainer.max_starts=2",
     )  # fmt: skip
     with pytest.raises(AssertionError, match="JobState=FAILED") as error:

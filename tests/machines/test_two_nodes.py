@@ -8,7 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from machine_runs import MACHINES, SETTINGS, SKIP, fault, final_weights, on_two_nodes
+from support.machines.machine_runs import (
+    MACHINES,
+    SETTINGS,
+    SKIP,
+    fault,
+    final_weights,
+    on_two_nodes,
+)
 
 LIMIT_S = 3600
 STRATEGIES = ("ddp", "fsdp2")

@@ -1,3 +1,3 @@
-from memory_plans import folder
+from support.runs.memory_plans import folder
 
 __all__ = ["folder"]

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from family_models import tiny
-from memory_plans import FEW, HALF, LOADED, ONE_PASS, TEXT, on_cpu
+from support.models.family_models import tiny
+from support.runs.memory_plans import FEW, HALF, LOADED, ONE_PASS, TEXT, on_cpu
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

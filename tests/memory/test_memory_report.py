@@ -6,10 +6,10 @@ import io
 
 import pytest
 import torch
-from composing import composed
-from memory_plans import HALF, LOADED, ONE_PASS, TEXT, on_cpu
 from omegaconf import DictConfig
 from rich.console import Console
+from support.runs.composing import composed
+from support.runs.memory_plans import HALF, LOADED, ONE_PASS, TEXT, on_cpu
 
 from ragen_pl.base.machine import GPUMemory, gpu_memory
 from ragen_pl.config import ConfigError

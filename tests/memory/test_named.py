@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from composing import composed
 from omegaconf import OmegaConf
+from support.runs.composing import composed
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ragen_pl.config import ConfigError, check_config, config_dir

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from trajectories import make_trajectory, make_turn
+from support.episodes.trajectories import make_trajectory, make_turn
 
 from ragen_pl.metrics.diversity import ResponseDiversity
 

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from module_process import run_two_ranks
-from trajectories import make_trajectory, make_turn
+from support.episodes.trajectories import make_trajectory, make_turn
+from support.runs.module_process import run_two_ranks
 
 from ragen_pl.metrics.proportions import objective
 from ragen_pl.metrics.rollout import RolloutStatistics, rollout_metrics

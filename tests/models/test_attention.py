@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_models import MODELS, tiny
+from support.models.family_models import MODELS, tiny
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText, modeling_utils

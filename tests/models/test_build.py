@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
-from family_models import tiny
+from support.models.families import FAMILIES
+from support.models.family_models import tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (

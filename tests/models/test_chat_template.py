@@ -7,8 +7,8 @@ import re
 from datetime import datetime
 
 import pytest
-from families import FAMILIES, read_template
-from family_models import MODELS, TEXT, tiny
+from support.models.families import FAMILIES, read_template
+from support.models.family_models import MODELS, TEXT, tiny
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import chat_template_utils

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from family_models import tiny
 from safetensors.torch import load_file
+from support.models.family_models import tiny
 
 from ragen_pl.models.adapters import add_lora, merge_adapters
 from ragen_pl.models.checkpoint_weights import checkpoint_weights

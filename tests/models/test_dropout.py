@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from support.models.families import FAMILIES
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,

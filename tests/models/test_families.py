@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import MODELS, tiny
-from three_ways import agree, play, trajectory_of
+from support.models.compared_logprobs import agree, play, trajectory_of
+from support.models.family_models import MODELS, tiny
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.settings import UpdateSettings

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from family_models import MODELS, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models.family_models import MODELS, tiny
 
 from ragen_pl.models import images as images_module
 from ragen_pl.models.build import build_small_vlm

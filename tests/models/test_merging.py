@@ -7,9 +7,9 @@ import logging
 import peft
 import pytest
 import torch
-from composing import composed
-from family_models import TEXT, tiny
 from safetensors.torch import save_file
+from support.models.family_models import TEXT, tiny
+from support.runs.composing import composed
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

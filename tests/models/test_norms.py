@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from family_models import MODELS, tiny
-from three_ways import play, trajectory_of
+from support.models.compared_logprobs import play, trajectory_of
+from support.models.family_models import MODELS, tiny
 from torch import Tensor, nn
 from torch.nn import functional
 

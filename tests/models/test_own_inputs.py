@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_models import tiny
-from three_ways import agree
-from tiny_families import tiny_bundle
+from support.models.compared_logprobs import agree
+from support.models.family_models import tiny
+from support.models.tiny_families import tiny_bundle
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 
 from ragen_pl.engines.in_process.engine import TransformersEngine

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
-from three_ways import agree
+from support.models.compared_logprobs import agree
+from support.models.families import FAMILIES
 from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_models import MODELS, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_agents import build_agent, build_batch, take_gradient
-from three_ways import play, trajectory_of
-from tiny_models import TEXT
+from support.episodes.played_agents import build_agent, build_batch, take_gradient
+from support.models.compared_logprobs import play, trajectory_of
+from support.models.family_models import MODELS, tiny
+from support.models.tiny_models import TEXT
 
 from ragen_pl.data.batch import Samples, TrajectoryBatch
 from ragen_pl.data.collate import collate

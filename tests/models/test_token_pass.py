@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_models import TEXT, VISION
+from support.models.tiny_models import TEXT, VISION
 from torch.nn import functional
 
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from three_ways import play, trajectory_of
-from tiny_families import tiny_bundle
+from support.models.compared_logprobs import play, trajectory_of
+from support.models.tiny_families import tiny_bundle
 
 from ragen_pl.data.collate import collate
 from ragen_pl.data.settings import UpdateSettings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import played_agents
 import pytest
+from support.episodes import played_agents
 
 
 @pytest.fixture(scope="session")

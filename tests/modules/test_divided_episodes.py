@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from call_trees import after, call, episode
+from support.episodes.call_trees import after, call, episode
 
 from ragen_pl.algorithms.advantages.group import GroupRelative
 from ragen_pl.algorithms.aggregation import Aggregation

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import played_agents
 import pytest
 import torch.distributed as dist
-from module_process import run_two_ranks
 from omegaconf import OmegaConf
+from support.episodes import played_agents
+from support.runs.module_process import run_two_ranks
 
 from ragen_pl.assembly.start_check import checked_engine_factory
 from ragen_pl.base.distributed import max_over_ranks, sum_over_ranks

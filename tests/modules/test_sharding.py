@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import sharded_agents
 import torch
-from module_process import run_ranks, run_two_ranks
+from support.models import sharded_agents
+from support.runs.module_process import run_ranks, run_two_ranks
 
 from ragen_pl.models.adapters import add_lora
 from ragen_pl.modules.policy import PolicyModule

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_models import TEXT, VISION
+from support.models.tiny_models import TEXT, VISION
 
 from ragen_pl.algorithms.advantages.teacher_ratio import TeacherRatio
 from ragen_pl.algorithms.aggregation import Aggregation

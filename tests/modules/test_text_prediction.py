@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from call_trees import after, call, episode
-from family_models import tiny
-from native_prompts import TOOLS, bundle_of, function_call
+from support.episodes.call_trees import after, call, episode
+from support.models.family_models import tiny
+from support.models.native_prompts import TOOLS, bundle_of, function_call
 
 from ragen_pl.algorithms.echo import following_text, role_weights, text_loss
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch

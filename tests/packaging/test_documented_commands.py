@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from documents import PAGES, ROOT, blocks, commands, has_value, write_files
-from module_process import run_module
 from omegaconf import OmegaConf
+from support.runs.documents import PAGES, ROOT, blocks, commands, has_value, write_files
+from support.runs.module_process import run_module
 
 from ragen_pl.checkpoints.lock import one_at_a_time
 from ragen_pl.config.composition import compose_accepted

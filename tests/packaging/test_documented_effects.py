@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import parsed_once  # noqa: F401
 import pytest
-from documents import PAGES, ROOT, blocks, commands, has_value, write_files
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
+from support.runs import parsed_once  # noqa: F401
+from support.runs.documents import PAGES, ROOT, blocks, commands, has_value, write_files
 
 from ragen_pl.agent_programs.tasks import load_tasks
 from ragen_pl.config import config_dir

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from module_process import run_module
+from support.runs.module_process import run_module
 
 from ragen_pl.config import ConfigError
 from ragen_pl.environments.template import main, write

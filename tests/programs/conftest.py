@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_client import CLIENT
-from rollout_fixtures import TextEngine, lively
-from tiny_models import TEXT
+from support.episodes.rollout_fixtures import TextEngine, lively
+from support.models.tiny_models import TEXT
+from support.servers.program_client import CLIENT
 
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from program_client import SPEAK
+from support.servers.program_client import SPEAK
 
 from ragen_pl.trajectory import EpisodeStatus
 

@@ -8,9 +8,9 @@ import io
 import numpy as np
 import pytest
 import torch
-from family_models import tiny
 from PIL import Image
-from three_ways import TOLERANCE
+from support.models.compared_logprobs import TOLERANCE
+from support.models.family_models import tiny
 
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.in_process.engine import TransformersEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from module_process import run_module
+from support.runs.module_process import run_module
 
 PROGRAM = """
 import os, uuid

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from program_client import CLIENT, SPEAK
-from trajectories import responses
+from support.episodes.trajectories import responses
+from support.servers.program_client import CLIENT, SPEAK
 
 from ragen_pl.agent_programs.tasks import load_tasks, split_tasks
 from ragen_pl.base.prompt_formats import PromptFormat

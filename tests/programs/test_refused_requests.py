@@ -8,8 +8,8 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
-from rollout_fixtures import lively
-from tiny_models import TEXT, VISION
+from support.episodes.rollout_fixtures import lively
+from support.models.tiny_models import TEXT, VISION
 
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.models.build import build_small_vlm

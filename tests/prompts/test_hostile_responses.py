@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_calls import TEMPLATES, check_spans
+from support.models.template_calls import TEMPLATES, check_spans
 
 from ragen_pl.chat_formats.tool_calls import gemma, lfm, llama_json, qwen_xml, values
 from ragen_pl.chat_formats.tool_calls.message import THINK_TAGS, THOUGHT_CHANNEL, CallFormat

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from native_prompts import bundle_of
+from support.models.native_prompts import bundle_of
 
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.prompts.context import ContextManager

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_models import tiny
-from native_prompts import TAKING, TOOLS, bundle_of, function_call
+from support.models.family_models import tiny
+from support.models.native_prompts import TAKING, TOOLS, bundle_of, function_call
 
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.chat_formats.messages import History

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from family_models import tiny
-from three_ways import TOLERANCE, Said, own_logprobs, trainer_logprobs
+from support.models.compared_logprobs import TOLERANCE, Said, own_logprobs, trainer_logprobs
+from support.models.family_models import tiny
 
 from ragen_pl.chat_formats.messages import call_message
 from ragen_pl.engines.in_process.engine import TransformersEngine

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_prompts import TAKING, TOOLS, bundle_of, function_call
+from support.models.native_prompts import TAKING, TOOLS, bundle_of, function_call
 
 import envs  # noqa: F401 - registers the environments
 from envs.tools import call_text
@@ -20,7 +20,7 @@ from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import TextResponder
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory
 
-SHOP = "shop.Shop"
+SHOP = "support.episodes.shop.Shop"
 CALL = '<tool_call>{"name": "price", "arguments": {"article": "tea"}}</tool_call>'
 
 

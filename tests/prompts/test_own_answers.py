@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_prompts import TAKING, bundle_of, function_call
+from support.models.native_prompts import TAKING, bundle_of, function_call
 
 from ragen_pl.agent_programs.serving.chat_request import ClientRequest
 from ragen_pl.agent_programs.serving.chat_response import Answer

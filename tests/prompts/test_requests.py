@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_models import tiny
+from support.models.family_models import tiny
 
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.prompts.context import ContextManager

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_calls import TEMPLATES, Template, check_spans, schema_of
+from support.models.template_calls import TEMPLATES, Template, check_spans, schema_of
 
 from ragen_pl.chat_formats.tool_calls.message import CallFormat
 from ragen_pl.trajectory import Span

@@ -1,7 +1,7 @@
 """Responses in the models' own chat formats: what each part of a text is read as."""
 
 import pytest
-from written_calls import BY_NAME, check_spans
+from support.models.template_calls import BY_NAME, check_spans
 
 from ragen_pl.chat_formats.tool_calls.message import THINK_TAGS, THOUGHT_CHANNEL, CallFormat
 from ragen_pl.chat_formats.tool_calls.parsing import parse_message

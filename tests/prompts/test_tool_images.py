@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import FAMILIES
-from family_models import tiny
-from native_prompts import TOOLS, bundle_of, function_call
+from support.models.families import FAMILIES
+from support.models.family_models import tiny
+from support.models.native_prompts import TOOLS, bundle_of, function_call
 
 from ragen_pl.environments.manager import _tool_results
 from ragen_pl.models.bundle import ModelBundle

@@ -6,10 +6,10 @@ import json
 
 import gymnasium
 import pytest
-from chat_server import ChatServer, serving
 from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
+from support.servers.chat_server import ChatServer, serving
 
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.rewards.judged import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trajectories import make_trajectory, make_turn
+from support.episodes.trajectories import make_trajectory, make_turn
 
 from ragen_pl.rewards.shaping import (
     ActionEfficiency,

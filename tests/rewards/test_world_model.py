@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trajectories import starts
+from support.episodes.trajectories import starts
 
 from envs.policies import RandomPolicy
 from ragen_pl.base.prompt_formats import PromptFormat, format_response

@@ -1,3 +1,3 @@
-from rollout_fixtures import fresh_lm, fresh_vlm, lm, play, vlm
+from support.episodes.rollout_fixtures import fresh_lm, fresh_vlm, lm, play, vlm
 
 __all__ = ["fresh_lm", "fresh_vlm", "lm", "play", "vlm"]

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from family_models import tiny
+from support.models.family_models import tiny
 from torch import nn
 from transformers import LlamaForCausalLM
 

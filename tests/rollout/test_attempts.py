@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from rollout_fixtures import TextEngine
+from support.episodes.rollout_fixtures import TextEngine
 
 from ragen_pl.environments.causes import InfrastructureError, cause_of
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec

@@ -12,9 +12,9 @@ from typing import Any
 
 import hypothesis
 import pytest
-from chat_server import KEY, UNUSABLE, ChatServer, serving
 from hypothesis import given
 from hypothesis import strategies as st
+from support.servers.chat_server import KEY, UNUSABLE, ChatServer, serving
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout.chat_answers import Answer, AnswerFile

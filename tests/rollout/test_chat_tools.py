@@ -9,8 +9,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from chat_server import KEY, ChatServer, serving
-from program_client import CLIENT
+from support.servers.chat_server import KEY, ChatServer, serving
+from support.servers.program_client import CLIENT
 
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.base.prompt_formats import PromptFormat
@@ -65,7 +65,7 @@ def answering(server: ChatServer, *messages: dict[str, Any]) -> None:
 
 def test_an_environments_tools_are_called(server):
     answering(server, calls(("price", '{"article": "tea"}')), calls(("answer", '{"coins": 3}')))
-    episode = played(server, "shop.Shop", max_actions_per_turn=2)
+    episode = played(server, "support.episodes.shop.Shop", max_actions_per_turn=2)
     assert episode.status is EpisodeStatus.TERMINATED and episode.success
     first, second = server.requests
     assert [tool["function"]["name"] for tool in first["tools"]] == ["answer", "price"]
@@ -88,7 +88,7 @@ def test_an_environments_tools_are_called(server):
 @pytest.mark.parametrize("arguments", ["{", "[1]", '"x"'])
 def test_calls_that_are_not_well_formed_cost_the_format_penalty(server, arguments):
     answering(server, calls(("price", arguments)), calls(("answer", '{"coins": 3}')))
-    episode = played(server, "shop.Shop")
+    episode = played(server, "support.episodes.shop.Shop")
     assert [turn.action_is_valid for turn in episode.turns] == [False, True]
     assert episode.turns[0].reward_terms == {"format": -0.05}
     assert server.requests[1]["messages"][-1]["content"].startswith("error: ")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from rollout_fixtures import TextEngine
-from trajectories import responses
+from support.episodes.rollout_fixtures import TextEngine
+from support.episodes.trajectories import responses
 
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.in_process.engine import TransformersEngine
@@ -30,7 +30,10 @@ def played(bundle, *, engine=None, write=None, max_tokens=150, episodes=1, num_e
         **({"compaction": COMPACTION} | settings),
     )
     manager = EnvironmentManager(
-        target="rollout_fixtures.Counter", kwargs={"goal": 8}, max_turns=12, invalid_ends=False
+        target="support.episodes.rollout_fixtures.Counter",
+        kwargs={"goal": 8},
+        max_turns=12,
+        invalid_ends=False,
     )
     proxy = AgentProxy(
         environments=manager, context=context, max_response_tokens=40, num_envs=num_envs

@@ -8,8 +8,8 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from rollout_fixtures import TextEngine
-from trajectories import starts
+from support.episodes.rollout_fixtures import TextEngine
+from support.episodes.trajectories import starts
 
 from ragen_pl.data.collate import collate
 from ragen_pl.environments.manager import EnvironmentManager

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from trajectories import starts
+from support.episodes.trajectories import starts
 
 from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy, SeveralActions
 from envs.trivial_policies import NoAnswer

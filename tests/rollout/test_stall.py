@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import gymnasium
 import pytest
 from gymnasium import spaces
-from rollout_fixtures import TextEngine
+from support.episodes.rollout_fixtures import TextEngine
 
 from ragen_pl.base.distributed import errors_told
 from ragen_pl.engines.errors import RolloutError

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trajectories import make_turn, roll_out, starts
+from support.episodes.trajectories import make_turn, roll_out, starts
 
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.in_process.engine import TransformersEngine

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from rollout_fixtures import TextEngine
-from trajectories import starts
-from unprintable import ERRORS, Breaks, DiskStrRaises, HalfACharacter, StrRaises
+from support.episodes.rollout_fixtures import TextEngine
+from support.episodes.trajectories import starts
+from support.episodes.unprintable import ERRORS, Breaks, DiskStrRaises, HalfACharacter, StrRaises
 
 from ragen_pl.base.distributed import sendable
 from ragen_pl.base.error_text import error_text, named_error

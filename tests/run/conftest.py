@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from module_process import run_module
-from small_runs import SMALL, run_ranks
+from support.runs.module_process import run_module
+from support.runs.small_runs import SMALL, run_ranks
 
 from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles
 from ragen_pl.ranks import rank_watch
 from ragen_pl.ranks.rank_watch import RankWatch
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
 # a run of seconds on an idle machine; the limit is for one that hangs
 LIMIT_S = 1200
 
@@ -128,7 +128,7 @@ def _start(overrides: Sequence[str], folder: Path) -> tuple[int | None, str]:
     """Run the command of a job of one process, and return its exit code and output."""
     return run_module(
         "ragen_pl.fit", overrides,
-        folder=folder, paths=(HERE, ROOT), timeout=LIMIT_S,
+        folder=folder, paths=(TESTS, ROOT), timeout=LIMIT_S,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def _start_ranks(overrides: Sequence[str], folder: Path) -> tuple[int | None, st
     """Run the command of a job whose first process starts the others by the same command."""
     done = subprocess.run(
         [sys.executable, "-m", "ragen_pl.fit", *overrides],
-        env=os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -150,7 +150,7 @@ def _start_ranks(overrides: Sequence[str], folder: Path) -> tuple[int | None, st
 def signal_at(moment: str, *, rank: int, name: str = "SIGKILL") -> list[str]:
     """Return overrides that add the callback of `killing.py`."""
     return [
-        "+callbacks.kill._target_=killing.KillAt",
+        "+callbacks.kill._target_=support.runs.killing.KillAt",
         f"+callbacks.kill.moment={moment}",
         f"+callbacks.kill.rank={rank}",
         f"+callbacks.kill.signal_name={name}",

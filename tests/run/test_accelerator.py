@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from composing import composed
+from support.runs.composing import composed
 
 from ragen_pl.assembly.build import build_bundle, choose_accelerator
 from ragen_pl.run.reports import report_accelerator

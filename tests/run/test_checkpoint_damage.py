@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import evaluation_config
+from support.runs.composing import evaluation_config
 from torch import nn
 
 from ragen_pl.assembly.weights import (

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
-from small_runs import JOB, SMALL, run_ranks
+from support.runs.small_runs import JOB, SMALL, run_ranks
 
 from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
@@ -30,7 +30,7 @@ def test_sigusr1_before_the_end_of_a_slurm_job_saves_and_ends_all_ranks(tmp_path
         f"paths.run_dir={run}",
     )
     signal = [
-        "+callbacks.kill._target_=killing.KillAt",
+        "+callbacks.kill._target_=support.runs.killing.KillAt",
         "+callbacks.kill.moment=rollout-1-2",
         "+callbacks.kill.rank=1",
         "+callbacks.kill.signal_name=SIGUSR1",

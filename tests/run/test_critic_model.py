@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import composed
+from support.runs.composing import composed
 
 from ragen_pl.assembly.build import assemble, build_agent, plain
 from ragen_pl.config import ConfigError

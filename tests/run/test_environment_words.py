@@ -10,9 +10,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from composing import composed
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from support.runs.composing import composed
 
 from ragen_pl.assembly.build import build_bundle, build_critic, with_words
 from ragen_pl.config import ConfigError, config_dir

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from module_process import run_module
 from omegaconf import OmegaConf
-from small_runs import LIMIT_S
+from support.runs.module_process import run_module
+from support.runs.small_runs import LIMIT_S
 from torch.utils._pytree import tree_flatten_with_path
 from transformers import AutoModelForCausalLM
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trajectories import make_trajectory, make_turn
+from support.episodes.trajectories import make_trajectory, make_turn
 
 from ragen_pl.callbacks.plots import RowsFile
 from ragen_pl.callbacks.trajectories import write_strips

@@ -6,7 +6,7 @@ import filecmp
 
 import pytest
 import torch
-from small_runs import SMALL
+from support.runs.small_runs import SMALL
 
 # the rate does not depend on the number of iterations
 CONSTANT_RATE = "learning_rate_end=1.0"

@@ -155,6 +155,6 @@ def test_ranks_agree_where_to_stop(job):
 def never_reached(moment: str) -> list[str]:
     """Return overrides that kill the run if it passes a moment that it has behind it."""
     return [
-        "+callbacks.passed._target_=killing.KillAt",
+        "+callbacks.passed._target_=support.runs.killing.KillAt",
         f"+callbacks.passed.moment={moment}",
     ]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import composed
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy
+from support.runs.composing import composed
 
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.run.train import TrainedRun, train

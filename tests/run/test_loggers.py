@@ -16,9 +16,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mlflow.tracking import MlflowClient
-from module_process import start_module
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
+from support.runs.module_process import start_module
 from torch.utils.data import DataLoader
 
 from ragen_pl.config import ConfigError

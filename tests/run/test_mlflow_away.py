@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from module_process import start_module
-from small_runs import ROOT, RUN_TESTS, SMALL, free_port
-from soak_services import lines_of, points_of, unsent
+from soak.soak_services import lines_of, points_of, unsent
+from support.runs.module_process import start_module
+from support.runs.small_runs import ROOT, SMALL, TESTS, free_port
 
 AWAY_S = 300.0
 LIMIT_S = 900.0
@@ -87,7 +87,7 @@ def test_a_run_goes_on_while_its_server_is_killed_for_five_minutes(tmp_path, emp
         "trainer.max_epochs=100000",
         "trainer.check_val_every_n_epoch=20",
         "validation.baselines=null",
-        "+callbacks.pace._target_=killing.Pace",
+        "+callbacks.pace._target_=support.runs.killing.Pace",
         "+callbacks.pace.seconds=1",
         f"paths.root={tmp_path}",
         f"paths.run_dir={tmp_path / 'run'}",
@@ -97,7 +97,7 @@ def test_a_run_goes_on_while_its_server_is_killed_for_five_minutes(tmp_path, emp
         settings,
         folder=tmp_path,
         output=output,
-        paths=(RUN_TESTS, ROOT),
+        paths=(TESTS, ROOT),
         environment={"MLFLOW_TRACKING_URI": server.url},
     )
     try:

@@ -6,8 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-from composing import composed
 from omegaconf import OmegaConf
+from support.models.family_models import tiny
+from support.runs.composing import composed
 
 from ragen_pl.config import config_dir
 from ragen_pl.memory.abstract import FakeKernels
@@ -15,7 +16,6 @@ from ragen_pl.memory.dry_run import abstract_agent
 from ragen_pl.memory.plan import plan_memory
 from ragen_pl.memory.workload import workload_of
 from ragen_pl.run.train import train
-from tests.family_models import tiny
 
 TEXT, IMAGES = "qwen2_5", "qwen2_5_vl"
 # memory of the GPUs that each is for, in GB, and what its command adds

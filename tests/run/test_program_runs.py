@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from program_client import CLIENT
-from small_runs import LIMIT_S, SMALL
+from support.runs.small_runs import LIMIT_S, SMALL
+from support.servers.program_client import CLIENT
 
 # episodes of one to three calls; each has a child in a session of its own, which would outlive it
 PROGRAM = """
@@ -56,7 +56,7 @@ def overrides(folder: Path, notes: Path) -> tuple[str, ...]:
         "rollout.max_response_tokens=12",
         "validation.episodes=4",
         "callbacks.checkpoint.every_n_epochs=1",
-        "+callbacks.record._target_=killing.Record",
+        "+callbacks.record._target_=support.runs.killing.Record",
     )
 
 
@@ -114,7 +114,7 @@ def test_programs_of_two_ranks_and_few_workers_are_those_of_one_rank(job, tmp_pa
 
     (single,) = play("single")
     two = ("trainer.devices=2", "trainer.strategy=ddp", "env.workers=3", "rollout.num_envs=5")
-    continuous = "rollout.engine._target_=one_at_a_time.OneAtATime"
+    continuous = "rollout.engine._target_=support.models.one_at_a_time.OneAtATime"
     assert play("continuous", continuous) == [single]
     for name, more in (("two", ()), ("two_continuous", (continuous,))):
         first, second = play(name, *two, *more)

@@ -6,7 +6,7 @@ import signal
 import socket
 
 import pytest
-from small_runs import SMALL, Ended, run_ranks
+from support.runs.small_runs import SMALL, Ended, run_ranks
 
 from ragen_pl.base import distributed
 from ragen_pl.base.distributed import StopRequestedError, all_ranks_do, errors_told
@@ -30,14 +30,14 @@ NO_WARM_START = ("warm_start.enabled=false",)
 def fail(tmp_path, moment, *overrides, rank, error="KeyError") -> tuple[Ended, Ended]:
     """Return how the rank that fails and the other one end."""
     raising = [
-        "+callbacks.fail._target_=killing.RaiseAt",
+        "+callbacks.fail._target_=support.runs.killing.RaiseAt",
         f"+callbacks.fail.moment={moment}",
         f"+callbacks.fail.rank={rank}",
         f"+callbacks.fail.error={error}",
     ]
     if moment == "reward":
         raising = [
-            "+algorithm.rewards.failing._target_=killing.FailingReward",
+            "+algorithm.rewards.failing._target_=support.runs.killing.FailingReward",
             f"+algorithm.rewards.failing.rank={rank}",
         ]
     settings = (*QUICK, *raising, f"paths.run_dir={tmp_path / 'run'}", *overrides)
@@ -83,7 +83,7 @@ def test_an_error_of_a_rollout_stays_one_line(tmp_path):
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_is_killed_ends_the_other(tmp_path, rank):
     killing = [
-        "+callbacks.kill._target_=killing.KillAt",
+        "+callbacks.kill._target_=support.runs.killing.KillAt",
         "+callbacks.kill.moment=rollout-0-1",
         f"+callbacks.kill.rank={rank}",
     ]
@@ -113,7 +113,7 @@ def test_a_launched_rank_that_fails_ends_the_one_that_has_launched_it(job):
     output = run.run(
         *QUICK[len(SMALL) :],
         *NO_WARM_START,
-        "+callbacks.fail._target_=killing.RaiseAt",
+        "+callbacks.fail._target_=support.runs.killing.RaiseAt",
         "+callbacks.fail.moment=step-1",
         "+callbacks.fail.rank=1",
         codes=(1,),

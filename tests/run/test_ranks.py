@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import tiny
-from small_runs import JOB, SMALL, run_ranks
+from support.models.family_models import tiny
+from support.runs.small_runs import JOB, SMALL, run_ranks
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
             "validation.baselines=null",
             "trainer.max_epochs=2",
             "algorithm.loss.kl.clip_norm=0.5",
-            "+callbacks.record._target_=killing.Record",
+            "+callbacks.record._target_=support.runs.killing.Record",
             f"+callbacks.record.folder={run.folder.parent}",
             *overrides,
             launched=False,
@@ -54,7 +54,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(job):
             "warm_start.enabled=false",
             "validation.baselines=null",
             "callbacks.checkpoint.every_n_epochs=1",
-            "+callbacks.record._target_=killing.RecordEpisodes",
+            "+callbacks.record._target_=support.runs.killing.RecordEpisodes",
             f"+callbacks.record.file={run.folder.parent / 'played.jsonl'}",
             "ckpt_path=auto",
         )
@@ -116,7 +116,10 @@ def test_a_checkpoint_inside_a_step_has_a_file_for_each_rank_and_is_resumed_exac
     assert [rank.code for rank in whole] == [0, 0], whole[0].output
 
     mine = (*settings, f"paths.run_dir={killed / 'run'}")
-    kill = ["+callbacks.kill._target_=killing.SaveAndKill", "+callbacks.kill.iteration=1"]
+    kill = [
+        "+callbacks.kill._target_=support.runs.killing.SaveAndKill",
+        "+callbacks.kill.iteration=1",
+    ]
     first, _ = run_ranks(killed, [*mine, *kill])
     assert first.code == -signal.SIGKILL
     last = killed / "run" / "checkpoints" / "last.ckpt"
@@ -193,7 +196,7 @@ def test_two_ranks_roll_back_together(job):
         "trainer.strategy=ddp",
         "warm_start.enabled=false",
         "trainer.max_epochs=4",
-        "+callbacks.record._target_=killing.Record",
+        "+callbacks.record._target_=support.runs.killing.Record",
         f"+callbacks.record.folder={run.folder.parent}",
         "callbacks.collapse.actions=[rollback,mitigate]",
         "callbacks.collapse.mitigation.learning_rate_factor=0.5",

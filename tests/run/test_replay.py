@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from module_process import run_module
 from omegaconf import OmegaConf
+from support.runs.module_process import run_module
 
 from ragen_pl.config import ConfigError
 from ragen_pl.data.batch import Minibatch, Samples
@@ -41,9 +41,9 @@ def ended(job):
         "callbacks.collapse=null",
         "callbacks.diagnostics=null",
         "callbacks.record_batches.every_n_iterations=2",
-        "+callbacks.inside._target_=overflow.SaveAtStep",
+        "+callbacks.inside._target_=support.runs.overflow.SaveAtStep",
         "+callbacks.inside.step=0",
-        "+callbacks.overflow._target_=overflow.Overflow",
+        "+callbacks.overflow._target_=support.runs.overflow.Overflow",
         f"+callbacks.overflow.layer={LAYER}",
         "+callbacks.overflow.step=11",
         codes=(1, 2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from composing import composed
+from support.runs.composing import composed
 
 from ragen_pl.assembly.build import assemble, build_warm_start
 

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from module_process import run_module
-from small_runs import SMALL, run_ranks
+from support.runs.module_process import run_module
+from support.runs.small_runs import SMALL, run_ranks
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 # moments before there is anything to resume, and those before a start is noted
 EARLY = {"reset in check": "SIGTERM", "deletion": "SIGHUP", "start noted": "SIGTERM"}
@@ -115,12 +115,13 @@ def test_a_signal_at_any_moment_of_a_run(tmp_path: Path, moment: str, number: st
     code, output = run_module(
         "ragen_pl.fit",
         [
-            *SMALLEST, f"warm_start.enabled={moment not in TRAINING}", "env.target=signalling.Lake", "logger=csv",
-            "logger._target_=signalling.Logger", "+callbacks.moments._target_=signalling.Moments",
+            *SMALLEST, f"warm_start.enabled={moment not in TRAINING}", "logger=csv",
+            "env.target=support.runs.signalling.Lake", "logger._target_=support.runs.signalling.Logger",
+            "+callbacks.moments._target_=support.runs.signalling.Moments",
             f"paths.run_dir={run}",
         ],
         folder=tmp_path,
-        paths=(HERE, ROOT),
+        paths=(TESTS, ROOT),
         environment=environment,
         timeout=1200,
     )  # fmt: skip
@@ -145,8 +146,8 @@ def test_a_signal_to_one_of_two_ranks_outside_of_training_ends_both(tmp_path: Pa
         [
             *SMALLEST, "warm_start.enabled=false", "validation.baselines.random=null", "trainer.devices=2",
             "trainer.strategy=ddp", "trainer.max_epochs=0", f"paths.run_dir={run}",
-            "+callbacks.kill._target_=killing.KillAt", "+callbacks.kill.moment=alone", "+callbacks.kill.rank=1",
-            "+callbacks.kill.signal_name=SIGTERM",
+            "+callbacks.kill._target_=support.runs.killing.KillAt", "+callbacks.kill.moment=alone",
+            "+callbacks.kill.rank=1", "+callbacks.kill.signal_name=SIGTERM",
         ],
     )  # fmt: skip
     assert [one.code for one in ended] == [143, 143], ended

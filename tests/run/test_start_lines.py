@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import MLFlowLogger
-from module_process import ROOT, run_module
+from support.runs.module_process import ROOT, run_module
 
 from ragen_pl.checkpoints.folder import Run
 from ragen_pl.run.reports import report_views

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from composing import composed
 from omegaconf import OmegaConf
+from support.runs.composing import composed
 
 from ragen_pl.base.settings_files import newest_settings
 from ragen_pl.checkpoints.folder import Run

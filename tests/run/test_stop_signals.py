@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from module_process import run_module, start_module
-from small_runs import SMALL
+from support.runs.module_process import run_module, start_module
+from support.runs.small_runs import SMALL
 
 SETTINGS = (
     *SMALL,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from composing import composed
+from support.runs.composing import composed
 
 from ragen_pl.config import config_dir
 from ragen_pl.config.trust import is_own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from family_models import tiny
+from support.models.family_models import tiny
 
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.run.reports import report_template

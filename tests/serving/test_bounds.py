@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from endpoint_clients import HELLO, owned, post
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.servers.endpoint_clients import HELLO, owned, post
 
 from ragen_pl.agent_programs.serving.chat_request import read_json, read_request
 from ragen_pl.agent_programs.serving.errors import RequestError

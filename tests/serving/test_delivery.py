@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from endpoint_clients import (
+from support.servers.endpoint_clients import (
     CHAT,
     HELLO,
     answer_of,

@@ -12,7 +12,10 @@ import tracemalloc
 import zlib
 
 import pytest
-from endpoint_clients import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from support.servers.endpoint_clients import (
     CHAT,
     HELLO,
     Owner,
@@ -25,9 +28,6 @@ from endpoint_clients import (
     send,
     take,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from PIL import Image
 
 from ragen_pl.agent_programs.serving import chat_request
 from ragen_pl.agent_programs.serving import server as server_module

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from endpoint_clients import (
+from support.servers.endpoint_clients import (
     CALLS,
     HELLO,
     LOGPROBS,
@@ -22,7 +22,7 @@ from endpoint_clients import (
     send,
     take,
 )
-from endpoint_clients import read as read_answer
+from support.servers.endpoint_clients import read as read_answer
 
 from ragen_pl.agent_programs.serving.chat_request import ClientRequest
 from ragen_pl.trajectory import ChatRequest

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from endpoint_clients import (
+from support.servers.endpoint_clients import (
     CALLS,
     LOGPROBS,
     WEATHER,
@@ -18,7 +18,7 @@ from endpoint_clients import (
     send,
     take,
 )
-from endpoint_clients import read as read_answer
+from support.servers.endpoint_clients import read as read_answer
 
 from ragen_pl.agent_programs.serving.chat_request import read_request
 from ragen_pl.agent_programs.serving.images import ImageReader

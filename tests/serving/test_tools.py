@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from endpoint_clients import HELLO, data_url, owned, post
+from support.servers.endpoint_clients import HELLO, data_url, owned, post
 
 from ragen_pl.agent_programs.serving.chat_request import ClientRequest, read_request
 from ragen_pl.agent_programs.serving.errors import RequestError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from chat_server import serving
-from endpoint_clients import HELLO, opened, post, send
-from endpoint_clients import read as read_answer
+from support.servers.chat_server import serving
+from support.servers.endpoint_clients import HELLO, opened, post, send
+from support.servers.endpoint_clients import read as read_answer
 
 
 @pytest.fixture

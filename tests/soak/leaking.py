@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from soak_judge import findings
-from soak_meter import SoakMeter
-from soak_services import lines_of
+from soak.soak_judge import findings
+from soak.soak_meter import SoakMeter
+from soak.soak_services import lines_of
 
 MEASUREMENTS, EVERY = 12, 10
 CHILD = (

@@ -25,8 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from machine_runs import final_weights
-from soak_services import (
+from soak.soak_services import (
     LIMIT_S,
     SETTINGS,
     EnvironmentService,
@@ -38,6 +37,7 @@ from soak_services import (
     services,
     unsent,
 )
+from support.machines.machine_runs import final_weights
 
 RANKS = 2
 # longest time without a new iteration, the start of the ranks included
@@ -294,7 +294,7 @@ def main() -> None:
                 "trainer.strategy=ddp",
                 "trainer.check_val_every_n_epoch=20",
                 "callbacks.checkpoint.every_n_epochs=5",
-                "+callbacks.recorder._target_=soak_record.Recorder",
+                "+callbacks.recorder._target_=soak.soak_record.Recorder",
                 f"+callbacks.recorder.folder={place}",
                 *overrides,
             )

@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from soak_judge import MIB, Measurement, findings
-from soak_services import LIMIT_S, SETTINGS, Ranks, end, lines_of, services, unsent
+from soak.soak_judge import MIB, Measurement, findings
+from soak.soak_services import LIMIT_S, SETTINGS, Ranks, end, lines_of, services, unsent
 
 STOPPED = 143
 
@@ -70,7 +70,7 @@ def run(
                 "trainer.max_epochs=1000000",
                 f"trainer.check_val_every_n_epoch={every}",
                 "callbacks.checkpoint.every_n_epochs=10",
-                "+callbacks.meter._target_=soak_meter.SoakMeter",
+                "+callbacks.meter._target_=soak.soak_meter.SoakMeter",
                 f"+callbacks.meter.file={file}",
                 f"+callbacks.meter.store={folder / 'mlflow.db'}",
                 f"+callbacks.meter.shared={shared}",

@@ -20,17 +20,16 @@ from zlib import crc32
 import numpy as np
 import psutil
 import torch
-from fake_vllm import Handler, Server
-from module_process import start_module
-from small_runs import RUN_TESTS, free_port
-from tiny_models import TEXT
+from support.models.tiny_models import TEXT
+from support.runs.module_process import start_module
+from support.runs.small_runs import TESTS, free_port
+from support.servers.fake_vllm import Handler, Server
 
 from ragen_pl.models.build import build_small_lm
 
 ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent
 LIMIT_S = 300.0
-PATHS = (HERE, RUN_TESTS, ROOT / "tests", ROOT)
+PATHS = (TESTS, ROOT)
 MOVES = ("Left", "Down", "Right", "Up")
 SETTINGS = (
     "env=openenv",

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from module_process import ROOT, run_module
-from soak_judge import findings
+from soak.soak_judge import findings
+from support.runs.module_process import ROOT, run_module
 
 HERE = Path(__file__).parent
 LIMIT_S = 900
@@ -19,7 +19,7 @@ def test_growth_on_purpose_is_found(tmp_path: Path) -> None:
         str(HERE / "leaking.py"),
         [],
         folder=tmp_path,
-        paths=(HERE, ROOT / "tests", ROOT / "tests" / "run", ROOT),
+        paths=(ROOT / "tests", ROOT),
         timeout=LIMIT_S,
     )
     assert code == 0, output

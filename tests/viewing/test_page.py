@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import browse, in_browser, record
 from PIL import Image
+from support.servers.browser import browse, in_browser, record
 
 from ragen_pl.trajectory import Span
 from ragen_pl.viewing.page import page_html, write_page

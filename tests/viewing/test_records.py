@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from call_trees import after, call, episode
 from PIL import Image
-from trajectories import make_trajectory, roll_out, starts
+from support.episodes.call_trees import after, call, episode
+from support.episodes.trajectories import make_trajectory, roll_out, starts
 
 from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import sampled

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import pytest
-from browser import in_browser, record, visit
+from support.servers.browser import in_browser, record, visit
 
 from ragen_pl.viewing.outcomes import count_kinds, kind_of
 from ragen_pl.viewing.records import write_records

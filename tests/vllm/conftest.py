@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllm_models import build, start
+from support.models.vllm_models import build, start
 
 from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.models.bundle import ModelBundle

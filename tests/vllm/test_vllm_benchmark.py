@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_models import build
+from support.models.vllm_models import build
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from composing import evaluation_config
-from vllm_models import KINDS, build
-from vllm_servers import UserServer
+from support.models.vllm_models import KINDS, build
+from support.runs.composing import evaluation_config
+from support.servers.vllm_servers import UserServer
 
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 

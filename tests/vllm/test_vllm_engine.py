@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from trajectories import responses
-from vllm_models import (
+from support.episodes.trajectories import responses
+from support.models.vllm_models import (
     TRUNCATIONS,
     change_weights,
     check_new_weights,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from trajectories import responses
-from vllm_models import build, check_new_weights, gap, play, request, start
+from support.episodes.trajectories import responses
+from support.models.vllm_models import build, check_new_weights, gap, play, request, start
 
 from ragen_pl.engines.protocol import generate
 

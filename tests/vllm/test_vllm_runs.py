@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_models import build
+from support.models.vllm_models import build
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_a_signal_to_one_of_the_ranks_that_share_an_engine_ends_both(
         "trainer.strategy=ddp",
         "validation.episodes=9",
         "rollout.num_envs=4",
-        "+callbacks.kill._target_=killing.KillAt",
+        "+callbacks.kill._target_=support.runs.killing.KillAt",
         f"+callbacks.kill.moment={moment}",
         f"+callbacks.kill.rank={rank}",
         f"+callbacks.kill.signal_name={name}",

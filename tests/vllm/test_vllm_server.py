@@ -15,8 +15,8 @@ from urllib.error import HTTPError
 import numpy as np
 import pytest
 import torch
-from trajectories import responses
-from vllm_models import (
+from support.episodes.trajectories import responses
+from support.models.vllm_models import (
     TRUNCATIONS,
     build,
     change_weights,
@@ -25,7 +25,7 @@ from vllm_models import (
     play,
     request,
 )
-from vllm_servers import CACHE_BYTES, ROOT, UserServer, environment
+from support.servers.vllm_servers import CACHE_BYTES, ROOT, UserServer, environment
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine

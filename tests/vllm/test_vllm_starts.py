@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from vllm_models import build, gap, play
+from support.models.vllm_models import build, gap, play
 
 from ragen_pl.engines.vllm.engine import VLLMEngine
 from ragen_pl.models.adapters import add_lora

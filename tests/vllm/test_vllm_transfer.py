@@ -8,9 +8,9 @@ import urllib.request
 
 import pytest
 import torch
-from small_disks import small_disk
-from vllm_models import build, change_weights, gap, play
-from vllm_servers import ROOT, UserServer
+from support.machines.full_disks import small_disk
+from support.models.vllm_models import build, change_weights, gap, play
+from support.servers.vllm_servers import ROOT, UserServer
 
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.vllm_server import serving

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from module_process import start_module
+from support.runs.module_process import start_module
 
-ROOT = Path(__file__).parents[1]
-# with the callbacks of killing.py
-RUN_TESTS = Path(__file__).parent / "run"
+ROOT = Path(__file__).parents[3]
+TESTS = ROOT / "tests"
 # runs of seconds on an idle machine; the limit is for one that hangs
 LIMIT_S = 1200
 SMALL = (
@@ -99,7 +98,7 @@ def run_ranks(
                 [*overrides, *(only or {}).get(number, ())],
                 folder=folder,
                 output=output,
-                paths=(RUN_TESTS, ROOT),
+                paths=(TESTS, ROOT),
                 environment=shared | dict.fromkeys(names, str(number)),
             )
         )

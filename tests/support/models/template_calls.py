@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from families import FAMILIES, read_template
+from support.models.families import FAMILIES, read_template
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_parsing
 

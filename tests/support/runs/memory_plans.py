@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from composing import composed
+from support.runs.composing import composed
 
 from ragen_pl.models.build import build_small_lm
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from families import FAMILIES
-from family_processors import (
+from support.models.families import FAMILIES
+from support.models.family_processors import (
     gemma3_processor,
     gemma4_processor,
     internvl_processor,

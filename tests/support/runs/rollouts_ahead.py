@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from copy_engine import CopyEngine
+from support.models.copy_engine import CopyEngine
 
 from ragen_pl.data.ahead import AheadState, RolloutAhead
 from ragen_pl.loops.hooks import RolloutCallback

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from family_models import tiny
-from shop import Shop
+from support.episodes.shop import Shop
+from support.models.family_models import tiny
 
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.models.bundle import ModelBundle

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ragen_pl.engines.vllm_server.process import guarded, is_healthy
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 CACHE_BYTES = 2**26
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 FORKS = multiprocessing.get_context("forkserver")
 # what runs import, also late
 FORKS.set_forkserver_preload(
@@ -38,7 +38,7 @@ FORKS.set_forkserver_preload(
         "mlflow.pyfunc.context",
         "IPython",
         # after Hydra's other users
-        "tests.prepared_fork",
+        "support.runs.prepared_fork",
     ]
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from family_models import tiny
+from support.models.family_models import tiny
 
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.protocol import Generation, GenerationRequest
@@ -21,7 +21,7 @@ from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
-AGENTS = Path(__file__).parents[1] / "examples" / "agents"
+AGENTS = Path(__file__).parents[3] / "examples" / "agents"
 TASKS = [json.loads(line) for line in (AGENTS / "tasks.jsonl").read_text().splitlines()]
 PROGRAM = "ragen_pl.agent_programs.environment.ProgramEnvironment"
 # text of a prompt, and how many responses the session had before

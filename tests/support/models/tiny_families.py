@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import transformers
-from families import INTERNVL
-from family_tokenizers import TOKENIZERS
+from support.models.families import INTERNVL
+from support.models.family_tokenizers import TOKENIZERS
 from tokenizers import AddedToken
 from transformers import (
     CONFIG_MAPPING,

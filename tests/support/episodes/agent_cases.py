@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_programs import AGENTS, TASKS, ScriptedEngine, calls, play_program
 from PIL import Image
+from support.episodes.agent_programs import AGENTS, TASKS, ScriptedEngine, calls, play_program
 
 from ragen_pl.trajectory import Trajectory
 
-PROGRAMS = Path(__file__).parent / "agents" / "programs"
-REQUESTS = Path(__file__).parent / "agents" / "requests"
+PROGRAMS = Path(__file__).parents[2] / "agents" / "programs"
+REQUESTS = Path(__file__).parents[2] / "agents" / "requests"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from small_runs import ROOT, RUN_TESTS, SMALL
+from support.runs.small_runs import ROOT, SMALL, TESTS
 
 from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles
 
-MACHINES = Path(__file__).parent / "machines"
+MACHINES = TESTS / "machines"
 # exit code of a script that finds its machines not permitted
 SKIP = 77
 SETTINGS = (
@@ -33,7 +33,7 @@ SETTINGS = (
 
 def environment() -> dict[str, str]:
     """Return the variables of a command on a test machine."""
-    paths = (MACHINES, RUN_TESTS, ROOT / "tests", ROOT)
+    paths = (MACHINES, TESTS, ROOT)
     return os.environ | {
         "PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

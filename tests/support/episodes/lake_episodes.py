@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from trajectories import make_request
+from support.episodes.trajectories import make_request
 
 from ragen_pl.base.seeding import uniforms
 from ragen_pl.data.collate import collate

@@ -15,7 +15,7 @@ from ragen_pl.config import config_dir
 from ragen_pl.config.composition import group_names
 from ragen_pl.config.overrides import key_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"(?:`(?P<name>[\w.-]+\.jsonl)`[^\n]*:?[^\n]*\n\n)?"

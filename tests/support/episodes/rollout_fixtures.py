@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from tiny_models import TEXT, VISION
+from support.models.tiny_models import TEXT, VISION
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401

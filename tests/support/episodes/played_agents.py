@@ -9,8 +9,8 @@ from dataclasses import asdict, fields, replace
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from tiny_models import TEXT, VISION
-from trajectories import roll_out, starts
+from support.episodes.trajectories import roll_out, starts
+from support.models.tiny_models import TEXT, VISION
 
 import envs  # noqa: F401
 import visual_envs  # noqa: F401

@@ -10,7 +10,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from family_tokenizers import TOKENIZERS
+from support.models.family_tokenizers import TOKENIZERS
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 

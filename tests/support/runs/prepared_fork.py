@@ -6,7 +6,7 @@ import gc
 
 from ragen_pl.config.check import check_config
 from ragen_pl.config.composition import compose_accepted
-from tests import parsed_once  # noqa: F401
+from support.runs import parsed_once  # noqa: F401
 
 for environment in ("frozenlake", "frozenlake_visual"):
     check_config(compose_accepted("fit", [f"env={environment}"])[0])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fake_vllm import Server
+from support.servers.fake_vllm import Server
 
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
 from ragen_pl.engines.vllm_server.engine import VLLMServerEngine

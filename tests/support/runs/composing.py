@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import parsed_once  # noqa: F401
+from support.runs import parsed_once  # noqa: F401
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig

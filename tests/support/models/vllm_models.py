@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
-from families import FAMILIES
-from trajectories import make_request, responses, roll_out, starts
+from support.episodes.trajectories import make_request, responses, roll_out, starts
+from support.models.families import FAMILIES
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
