@@ -17,9 +17,9 @@ def main() -> None:
     """Run the job of the command line."""
     with stopped_by_signals(for_good=True):
         from ragen_pl.config import hydra_main
-        from ragen_pl.ranks.ranks import early_end_heard
+        from ragen_pl.ranks.ranks import early_end_reported
 
-        @early_end_heard
+        @early_end_reported
         @hydra_main("fit")
         def run(cfg: DictConfig) -> float | None:
             """Run the job of the config and return its objective, the success on the validation set."""

@@ -50,7 +50,7 @@ def read_result(
 
     Raises:
         ValueError: there is no reward, a number is not finite, an id is not known, two rewards of a response differ, or
-            it is what a request must not be either: nested too deeply, or with half a surrogate pair.
+            it is what a request must not be either: nested too deeply, or with a lone surrogate.
     """
     result = ProgramResult()
     turns = {call_id: number for number, call_id in enumerate(call_ids)}
@@ -104,13 +104,13 @@ def _check_whole(text: str) -> None:
     """Check what rewards have no part in, as requests are: the trainer writes it into its records.
 
     Raises:
-        ValueError: a number is not finite, it is nested too deeply, or it holds half a surrogate pair.
+        ValueError: a number is not finite, it is nested too deeply, or it holds a lone surrogate.
     """
     try:
         strict_json(text)
     # such an error cannot be shown itself
     except UnicodeEncodeError as error:
-        raise ValueError("result: it holds half a surrogate pair, which is no character") from error
+        raise ValueError("result: it holds a lone surrogate, which is no character") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"result: {error}") from error
 

@@ -16,7 +16,7 @@ from ragen_pl.assembly.build import build_bundle
 from ragen_pl.base.settings_files import newest_settings
 from ragen_pl.base.tensor_files import NoLargerThan, TooLargeError, load_plain
 from ragen_pl.checkpoints.checkpoint_check import changed_entry
-from ragen_pl.checkpoints.sharded_checkpoint import non_finite_entry, read_apart
+from ragen_pl.checkpoints.sharded_checkpoint import non_finite_entry, read_shards
 from ragen_pl.config.check import leaves
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.trust import is_own
@@ -299,7 +299,7 @@ def read_checkpoint(
             raise TypeError(f"expected a checkpoint's dictionary, found {type(saved).__name__}")
         if (problem := changed_entry(file)) is not None:
             raise ConfigError(f"{source}: {problem}; {hint}")
-        saved = read_apart(saved, file, optimizers=False, data=data)
+        saved = read_shards(saved, file, optimizers=False, data=data)
     return saved
 
 

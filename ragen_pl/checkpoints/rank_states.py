@@ -37,7 +37,7 @@ class _Written:
 
 @contextmanager
 def rank_states_in(folder: Path) -> Iterator[None]:
-    """Let `by_rank` write into a folder next to the checkpoint that is written in the block."""
+    """Let `save_rank_states` write into a folder next to the checkpoint that is written in the block."""
     _Written.folder = folder
     try:
         yield
@@ -50,7 +50,7 @@ def folder_of_states() -> Path | None:
     return _Written.folder
 
 
-def by_rank(state: T, *, name: str) -> list[T] | dict[str, Any]:
+def save_rank_states(state: T, *, name: str) -> list[T] | dict[str, Any]:
     """Return the states of all ranks, as a checkpoint holds them. All ranks must call it.
 
     Args:

@@ -67,7 +67,7 @@ def folder_for(file: Path, *, unique: str) -> Path:
     return file.with_name(f"{file.name}.{unique}{_SUFFIX}")
 
 
-def save_apart(checkpoint: dict[str, Any], folder: Path) -> None:
+def save_shards(checkpoint: dict[str, Any], folder: Path) -> None:
     """Write a checkpoint's tensors into its folder and put the name in their place. All ranks must call it.
 
     Args:
@@ -78,7 +78,7 @@ def save_apart(checkpoint: dict[str, Any], folder: Path) -> None:
     dcp.save(dict(_taken(checkpoint)), checkpoint_id=folder)
 
 
-def remove_apart(file: Path, *, but: str | None = None) -> None:
+def remove_shards(file: Path, *, but: str | None = None) -> None:
     """Remove the folders of a file's earlier checkpoints.
 
     Args:
@@ -184,7 +184,7 @@ def _plain_name(name: object) -> str:
     return name
 
 
-def read_apart(
+def read_shards(
     checkpoint: dict[str, Any],
     file: Path,
     *,
@@ -336,13 +336,13 @@ class CheckpointFiles(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *arguments: Any, **settings: Any) -> dict[str, Any]:
         """Return a checkpoint with whole tensors."""
         file = Path(path)
-        checkpoint = read_apart(super().load_checkpoint(path, *arguments, **settings), file)
+        checkpoint = read_shards(super().load_checkpoint(path, *arguments, **settings), file)
         return dict(resolved(checkpoint, place=file.parent))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint with its folder."""
         super().remove_checkpoint(path)
-        remove_apart(Path(path))
+        remove_shards(Path(path))
 
 
 def write_tensors(state: Mapping[str, Any], file: Path) -> None:

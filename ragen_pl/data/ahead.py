@@ -18,7 +18,7 @@ from torch import Tensor
 from ragen_pl.base.distributed import all_ranks_do, gather_over_ranks, rank, sendable, world_size
 from ragen_pl.base.error_text import error_text
 from ragen_pl.checkpoints.known_pickle import packed, unpacked
-from ragen_pl.checkpoints.rank_states import by_rank
+from ragen_pl.checkpoints.rank_states import save_rank_states
 from ragen_pl.data.settings import IterationsAhead
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout.background import BackgroundRollout
@@ -189,7 +189,7 @@ class RolloutAhead:
         self._rollout = None
 
     def state_dict(self) -> list[Tensor] | dict[str, Any] | None:
-        """Wait for a rollout under way; return each rank's as the bytes of a pickle, None without one (`by_rank`).
+        """Wait for a rollout under way; return each rank's as the bytes of a pickle, None without one.
 
         Raises:
             RolloutError: It can't be pickled.
@@ -208,7 +208,7 @@ class RolloutAhead:
                 "rollout.iterations_ahead=0"
             ) from error
         # a tensor, which files without other objects may hold
-        return by_rank(torch.frombuffer(bytearray(data), dtype=torch.uint8), name="ahead")
+        return save_rank_states(torch.frombuffer(bytearray(data), dtype=torch.uint8), name="ahead")
 
     def load_state_dict(self, state: Sequence[Tensor] | None) -> None:
         """Restore `state_dict` on any number of ranks. Without rollouts ahead the next one is sampled anew.

@@ -20,7 +20,7 @@ from ragen_pl.base.distributed import (
     world_size,
 )
 from ragen_pl.base.seeding import derive_seed
-from ragen_pl.checkpoints.rank_states import RankStatesError, by_rank
+from ragen_pl.checkpoints.rank_states import RankStatesError, save_rank_states
 from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
@@ -371,7 +371,7 @@ class RolloutDataModule(MinibatchDataModule):
             # all ranks drop theirs together
             "buffers": [None] * world_size()
             if self.buffer is None
-            else by_rank(self.buffer.state_dict(), name="samples"),
+            else save_rank_states(self.buffer.state_dict(), name="samples"),
             "ahead": self._ahead.state_dict(),
         }
 

@@ -110,7 +110,7 @@ class AnswerReader:
 
         Raises:
             TypeError: it is neither text nor text with images.
-            UnicodeEncodeError: it has half a surrogate pair, which no tokenizer can read.
+            UnicodeEncodeError: it has a lone surrogate, which no tokenizer can read.
         """
         if isinstance(raw, str):
             return Observation(text=_encodable(raw))
@@ -213,7 +213,7 @@ def _reward_problem(amount: float | None) -> str | None:
 
 
 def _encodable(text: str) -> str:
-    """Return the text, or raise UnicodeEncodeError for half a surrogate pair."""
+    """Return the text, or raise UnicodeEncodeError for a lone surrogate."""
     text.encode()
     return text
 

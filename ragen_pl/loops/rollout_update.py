@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.base.distributed import StopRequestedError, own_part, rank, with_part, world_size
 from ragen_pl.base.seeding import derive_seed, seeded
-from ragen_pl.checkpoints.rank_states import by_rank
+from ragen_pl.checkpoints.rank_states import save_rank_states
 from ragen_pl.loops.hooks import CollectsTrajectories, RolloutCallback
 
 log = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class RolloutUpdateLoop(_FitLoop):
                 for name, parameter in self.trainer.lightning_module.named_parameters()
                 if parameter.grad is not None
             }
-            state["gradients"] = by_rank(own, name="gradients")
+            state["gradients"] = save_rank_states(own, name="gradients")
         return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:

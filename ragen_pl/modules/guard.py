@@ -23,7 +23,7 @@ from ragen_pl.base.constraints import Count
 from ragen_pl.base.distributed import any_over_ranks, gather_over_ranks, rank, whole, world_size
 from ragen_pl.base.finite import NonFiniteError, largest
 from ragen_pl.base.seeding import random_state
-from ragen_pl.checkpoints.rank_states import by_rank
+from ragen_pl.checkpoints.rank_states import save_rank_states
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.modules.empty_steps import LeavesEmptySteps
 from ragen_pl.modules.optimized import OptimizedModule
@@ -221,7 +221,7 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
             "gradient_norms": dict(self.gradient_norms),
             "empty_steps": dict(self.empty_steps),
             "losses_are_finite": not any_over_ranks(not self._losses_are_finite),
-            "separate": by_rank(separate, name="separate_gradients") if separate else [],
+            "separate": save_rank_states(separate, name="separate_gradients") if separate else [],
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

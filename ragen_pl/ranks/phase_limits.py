@@ -35,7 +35,7 @@ class PhaseLimits(RolloutCallback):
 
     def _reached(self, trainer: pl.Trainer, place: str, *, limit_s: float | None = None) -> None:
         if trainer.world_size > 1:
-            ranks.reached(
+            ranks.enter_phase(
                 self._label(trainer, place),
                 count=trainer.world_size,
                 limit_s=self.timeout_s if limit_s is None else limit_s,
@@ -44,7 +44,7 @@ class PhaseLimits(RolloutCallback):
 
     def _moved(self, trainer: pl.Trainer, place: str) -> None:
         if trainer.world_size > 1:
-            ranks.moved(self._label(trainer, place), stall_s=self.stall_s)
+            ranks.heartbeat(self._label(trainer, place), stall_s=self.stall_s)
 
     def _label(self, trainer: pl.Trainer, place: str) -> str:
         if not isinstance(trainer.fit_loop, RolloutUpdateLoop):
@@ -118,4 +118,4 @@ class PhaseLimits(RolloutCallback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Set no limit to what the ranks do apart."""
-        ranks.unlimited()
+        ranks.suspend_limits()

@@ -44,18 +44,18 @@ def agree_with_others(
         ConfigError: The first rank is missing.
     """
     change = Change(0, "start of the ranks", limit_s, members * step, step)
-    watch.say({"change": asdict(change)})
+    watch.send({"change": asdict(change)})
     answered_within_s = limit_s + folder_s
     try:
         with token_file(run.folder) if watch.rank == 0 else nullcontext() as made:
             if watch.rank == 0:
-                watch.tell_all({"token": made, "store": store()})
-            token = watch.hear("token", limit_s=answered_within_s)
-            watch.say(
+                watch.broadcast({"token": made, "store": store()})
+            token = watch.receive("token", limit_s=answered_within_s)
+            watch.send(
                 {"facts": facts_of(config, run, token=token, within_s=folder_s), "count": members}
             )
-            watch.hear("agreed", limit_s=answered_within_s)
-        port: int | None = watch.hear("store", limit_s=answered_within_s)
+            watch.receive("agreed", limit_s=answered_within_s)
+        port: int | None = watch.receive("store", limit_s=answered_within_s)
     except TimeoutError as error:
         raise ConfigError(
             f"start of the ranks: {error}; start all ranks within trainer.timeout_s={limit_s:g}, on machines that can "

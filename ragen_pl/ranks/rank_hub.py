@@ -44,7 +44,7 @@ _LATE_S = 0.5
 # bytes of a message
 LONGEST_MESSAGE = 2**22
 
-NO_WORD = "no error message; its process may have been killed, as for want of memory, or its machine is cut off"
+NO_MESSAGE = "no error message; its process may have been killed, as for want of memory, or its machine is cut off"
 """Error of a rank that has closed its connection without a message."""
 
 # a machine that lost power closes no connection; it is found after 10 s and three more times 5 s, and if it owes an
@@ -193,7 +193,7 @@ class Hub:
             self._lost.add(rank)
             # this process may be about to end too, by its own wish
             await asyncio.sleep(CAUSE_S)
-            self._decide(Failure(rank, host, NO_WORD, 1))
+            self._decide(Failure(rank, host, NO_MESSAGE, 1))
 
     def _note(self, rank: int, message: dict[str, Any]) -> None:
         """Note what a rank says."""

@@ -29,8 +29,8 @@ from ragen_pl.ranks.rank_hub import (
     CAUSE_S,
     LONGEST_MESSAGE,
     MEETING_S,
+    NO_MESSAGE,
     NO_RANK,
-    NO_WORD,
     RETRY_S,
     SIGN_S,
     Failure,
@@ -91,8 +91,8 @@ class RankWatch:
         self.failure: Failure | None = None
         self._known, self._meeting, self._launched = address, meeting, launched
         self._remedy, self._shows = remedy, shows
-        self._heard: dict[str, Any] = {}
-        self._news = threading.Condition()
+        self._messages: dict[str, Any] = {}
+        self._arrived = threading.Condition()
         self._found = ""
         self._hub = Hub(self._decide) if rank == 0 else None
         self._own: Ending | None = None
@@ -143,16 +143,16 @@ class RankWatch:
             message["place"], delay = self.stall.place, CAUSE_S
         self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._say, message)
 
-    def tell_all(self, message: dict[str, Any]) -> None:
-        """Send a message to all ranks, of the first rank. `hear` waits for it."""
+    def broadcast(self, message: dict[str, Any]) -> None:
+        """Send a message to all ranks, of the first rank. `receive` waits for it."""
         assert self._hub is not None
         self._loop.call_soon_threadsafe(self._hub.tell, message)
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send a message to the hub; see `ragen_pl.ranks.rank_hub`."""
         self._loop.call_soon_threadsafe(self._say, message)
 
-    def hear(self, key: str, *, limit_s: float) -> Any:
+    def receive(self, key: str, *, limit_s: float) -> Any:
         """Return the hub's message under a key, once it has been sent.
 
         Args:
@@ -164,15 +164,15 @@ class RankWatch:
             TimeoutError: The hub has said nothing in time, which the first rank has in its own process.
         """
         end = time.monotonic() + limit_s
-        with self._news:
-            while key not in self._heard:
+        with self._arrived:
+            while key not in self._messages:
                 if self.failure is not None:
                     self._ending = True
                     raise RankFailedError(self.code)
                 if (left := end - time.monotonic()) <= 0:
                     raise TimeoutError(f"no answer from the first rank for {limit_s:g} s")
-                self._news.wait(left)
-            return self._heard[key]
+                self._arrived.wait(left)
+            return self._messages[key]
 
     def conclude(self, ending: Ending) -> bool:
         """Report this rank's error and wait for the one that ends the run. That of another rank is printed.
@@ -205,7 +205,7 @@ class RankWatch:
             return
         self._shown = True
         first = (self.failure.rank, self.failure.host) == (0, self.host)
-        if self._launched and first and self.failure.line != NO_WORD:
+        if self._launched and first and self.failure.line != NO_MESSAGE:
             # the rank that launched this one prints it, to the same output
             return
         if self.failure.rank == NO_RANK and not self._shows:
@@ -316,7 +316,7 @@ class RankWatch:
                 self._hear(message)
         # the first rank may have been ended on purpose, as this one will be
         await asyncio.sleep(CAUSE_S)
-        self._decide(Failure(0, self._found, NO_WORD, 1))
+        self._decide(Failure(0, self._found, NO_MESSAGE, 1))
 
     async def _look_for_stall(self) -> None:
         while (line := self.stall.expired) is None or self._left or self._own is not None:
@@ -326,9 +326,9 @@ class RankWatch:
         self._say({"line": line, "code": 1})
 
     def _hear(self, message: dict[str, Any]) -> None:
-        with self._news:
-            self._heard |= message
-            self._news.notify_all()
+        with self._arrived:
+            self._messages |= message
+            self._arrived.notify_all()
 
     async def _connected(self) -> asyncio.StreamReader:
         """Return the stream from the hub, once the first rank has one."""
@@ -353,7 +353,7 @@ class RankWatch:
                 refused += 1
             if launched and refused == _REFUSALS:
                 # it has had its hub before it launched this rank
-                self._decide(Failure(0, self._found, NO_WORD, 1))
+                self._decide(Failure(0, self._found, NO_MESSAGE, 1))
             # none yet, or the address of ranks that have been restarted
             await asyncio.sleep(RETRY_S)
 
@@ -369,8 +369,8 @@ class RankWatch:
         self._decided.set()
         if self.rank in failure.late:
             print_stacks()
-        with self._news:
-            self._news.notify_all()
+        with self._arrived:
+            self._arrived.notify_all()
         main = threading.main_thread().ident
         if self._in_main and not self._ending and main is not None:
             signal.pthread_kill(main, _INTERRUPT)

@@ -89,7 +89,7 @@ def ranks_end_together(*, devices: int = 1, nodes: int = 1) -> Iterator[None]:
         _close()
 
 
-def early_end_heard(main: Callable[[], None]) -> Callable[[], None]:
+def early_end_reported(main: Callable[[], None]) -> Callable[[], None]:
     """Wrap a command so that other ranks hear of one that ends before its run began, for a wrong setting."""
 
     @functools.wraps(main)
@@ -189,7 +189,7 @@ def _store_of_this_start() -> int | None:
     return int(_Process.store.port)
 
 
-def reached(label: str, *, count: int, limit_s: float, stall_s: float) -> None:
+def enter_phase(label: str, *, count: int, limit_s: float, stall_s: float) -> None:
     """Say that this rank has come to a change of phase. All ranks must, one after the other or at once.
 
     Args:
@@ -200,11 +200,11 @@ def reached(label: str, *, count: int, limit_s: float, stall_s: float) -> None:
     """
     if (watch := _Process.watch) is not None:
         _Process.changes += 1
-        watch.say({"change": asdict(Change(_Process.changes, label, limit_s, count))})
+        watch.send({"change": asdict(Change(_Process.changes, label, limit_s, count))})
         watch.stall.move(label, limit_s + stall_s)
 
 
-def moved(label: str, *, stall_s: float) -> None:
+def heartbeat(label: str, *, stall_s: float) -> None:
     """Say that something has happened on this rank.
 
     Args:
@@ -215,7 +215,7 @@ def moved(label: str, *, stall_s: float) -> None:
         watch.stall.move(label, stall_s)
 
 
-def unlimited() -> None:
+def suspend_limits() -> None:
     """Let this rank take as long as it wants, as for what it does alone."""
     if (watch := _Process.watch) is not None:
         watch.stall.stop()

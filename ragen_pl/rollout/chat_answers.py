@@ -126,7 +126,7 @@ def _is_text_part(part: object) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """Return a text without half surrogate pairs, which can't be written."""
+    """Return a text without lone surrogates, which can't be written."""
     return text.encode("utf-8", "replace").decode()
 
 

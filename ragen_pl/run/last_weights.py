@@ -55,7 +55,7 @@ class LastWeights(RolloutCallback):
         if self.blank_set is None:
             return
         # the first rank plays alone, with weights of all ranks
-        ranks.unlimited()
+        ranks.suspend_limits()
         engine = agent.rollout_engine()
         with collective_rollout(engine):
             if trainer.is_global_zero:

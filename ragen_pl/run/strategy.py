@@ -24,9 +24,9 @@ from ragen_pl.checkpoints.sharded_checkpoint import (
     folder_for,
     layout_of,
     non_finite_entry,
-    read_apart,
-    remove_apart,
-    save_apart,
+    read_shards,
+    remove_shards,
+    save_shards,
 )
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.modules.frozen import without_frozen
@@ -127,11 +127,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         file = Path(self.broadcast(filepath))
         if self.sharded_checkpoints:
             own = folder_for(file, unique=self.broadcast(secrets.token_hex(4)))
-            save_apart(checkpoint, folder_of_states() or own)
+            save_shards(checkpoint, folder_of_states() or own)
         super().save_checkpoint(checkpoint, file, storage_options)
         self.barrier()
         if self.is_global_zero and folder_of_states() is None:
-            remove_apart(file, but=checkpoint.get(SHARDS))
+            remove_shards(file, but=checkpoint.get(SHARDS))
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -144,7 +144,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if SHARDS in checkpoint:
             assert self.lightning_module is not None
             layout = layout_of(self.lightning_module.state_dict(), self.optimizers)
-            checkpoint = read_apart(checkpoint, file, layout=layout)
+            checkpoint = read_shards(checkpoint, file, layout=layout)
             parameters = {name for name, _ in self.lightning_module.named_parameters()}
             if (entry := non_finite_entry(checkpoint, parameters)) is not None:
                 raise ConfigError(

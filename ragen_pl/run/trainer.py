@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ragen_pl.assembly.build import choose_accelerator
 from ragen_pl.base.stop_signals import Stopped, ending, forward_to
 from ragen_pl.checkpoints.rank_states import rank_states_in
-from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles, folder_for, remove_apart
+from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles, folder_for, remove_shards
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.settings import keys_of
 from ragen_pl.ranks import ranks
@@ -103,7 +103,7 @@ class RunTrainer(pl.Trainer):
         with rank_states_in(folder):
             super().save_checkpoint(file, weights_only, storage_options)
         if self.is_global_zero:
-            remove_apart(file, but=folder.name)
+            remove_shards(file, but=folder.name)
 
 
 class _OwnCheckpoints(_CheckpointConnector):

@@ -20,11 +20,11 @@ from ragen_pl.engines.vllm_server.pool import ServerPool
 from ragen_pl.engines.vllm_server.requirements import Requirements
 from ragen_pl.engines.vllm_server.routing import Routing
 from ragen_pl.engines.vllm_server.server import (
-    GivenUp,
-    InvalidAnswer,
+    InvalidAnswerError,
     Server,
+    ServerLostError,
     ServerState,
-    Unavailable,
+    UnavailableError,
 )
 from ragen_pl.engines.vllm_server.weights import WrittenWeights
 
@@ -37,19 +37,19 @@ PRESENT = WrittenWeights("/nowhere", "run/1/0")
 def test_a_failure_from_before_a_server_was_found_again_is_ignored() -> None:
     server = Server("http://a", None, 1.0)
     server.become_ready()
-    assert server.lose("first", losses=0) and server.state is ServerState.LOST
+    assert server.mark_lost("first", loss_count=0) and server.state is ServerState.LOST
     # of the same requests
-    assert not server.lose("second", losses=0) and server.losses == 1
+    assert not server.mark_lost("second", loss_count=0) and server.loss_count == 1
     server.become_ready()
-    assert not server.lose("late", losses=0) and server.is_ready
-    assert server.lose("new", losses=1) and server.state is ServerState.LOST
+    assert not server.mark_lost("late", loss_count=0) and server.is_ready
+    assert server.mark_lost("new", loss_count=1) and server.state is ServerState.LOST
 
 
 def test_a_damaged_response_is_remembered_until_the_weights_are_there() -> None:
     server = Server("http://a", None, 1.0)
     server.become_ready()
-    server.lose("first", losses=0)
-    server.lose("damaged", losses=0, must_reload=True)
+    server.mark_lost("first", loss_count=0)
+    server.mark_lost("damaged", loss_count=0, must_reload=True)
     assert server.must_reload
     server.become_ready()
     assert not server.must_reload
@@ -101,9 +101,9 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_other_ranks_wait_for_the_first_to_hand_over_the_weights(fake, lm) -> None:
     async def work(pool: ServerPool, server: Server) -> None:
         fake.version = "default"
-        pool.note_failure(server, Unavailable("closed"), losses=server.losses)
+        pool.note_failure(server, UnavailableError("closed"), loss_count=server.loss_count)
         await until(lambda: fake.calls["/weight_info"] >= 3)
-        assert not server.is_ready and "first rank" in server.trouble
+        assert not server.is_ready and "first rank" in server.reason
         fake.version = PRESENT.label
         await until(lambda: server.is_ready)
 
@@ -113,7 +113,7 @@ def test_other_ranks_wait_for_the_first_to_hand_over_the_weights(fake, lm) -> No
 
 def test_another_rank_marks_a_damaged_server_for_the_first(fake, lm) -> None:
     async def work(pool: ServerPool, server: Server) -> None:
-        pool.note_failure(server, InvalidAnswer("nan"), losses=server.losses)
+        pool.note_failure(server, InvalidAnswerError("nan"), loss_count=server.loss_count)
         await until(lambda: fake.version == "replacing")
         assert not server.is_ready
         fake.version = PRESENT.label
@@ -156,7 +156,7 @@ def test_other_ranks_probe_while_they_wait_for_responses(fake, lm) -> None:
 def test_a_watch_ends_at_the_moment_at_which_its_server_is_lost(fake, lm, steps) -> None:
     async def work(pool: ServerPool, server: Server) -> None:
         await asyncio.sleep(0.01)
-        pool.note_failure(server, Unavailable("closed"), losses=server.losses)
+        pool.note_failure(server, UnavailableError("closed"), loss_count=server.loss_count)
         for _ in range(steps):
             await asyncio.sleep(0)
         async with asyncio.timeout(60):
@@ -201,7 +201,7 @@ def test_a_request_that_a_server_has_failed_goes_to_another_that_is_ready(fake, 
         pool.routing.place([request(0)])
         assert await pool.server_for(0, refusals={}) is server
         assert await pool.server_for(0, refusals={}, failed={server.url}) is other
-        other.lose("gone", losses=0)
+        other.mark_lost("gone", loss_count=0)
         assert await pool.server_for(0, refusals={}, failed={server.url}) is server
 
     run(fake, lm, work, rank=0)
@@ -236,7 +236,7 @@ class Silent(Server):
 
     async def call(self, method: str, path: str, body=None, *, timeout_s=None, **_: object):
         await asyncio.sleep(timeout_s or 30.0)
-        raise Unavailable("no answer")
+        raise UnavailableError("no answer")
 
 
 def test_requests_to_a_machine_without_power_go_elsewhere_within_20_s(lm) -> None:
@@ -253,7 +253,7 @@ def test_requests_to_a_machine_without_power_go_elsewhere_within_20_s(lm) -> Non
         )
         await pool.begin(PRESENT, [server.url])
         begun = loop.time()
-        with pytest.raises(GivenUp):
+        with pytest.raises(ServerLostError):
             await server.respond({}, timeout_s=300.0, max_bytes=2**20)
         found = loop.time() - begun
         await pool.end()

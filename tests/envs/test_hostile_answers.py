@@ -135,7 +135,7 @@ def is_call(environment: ToolEnvironment, text: str) -> bool:
 def has_type(value: Any, annotation: Any) -> bool:
     if get_origin(annotation) is Literal:
         return type(value) is str and value in get_args(annotation)
-    # half a surrogate pair is no text
+    # a lone surrogate is no text
     if type(value) is str and any("\ud800" <= character <= "\udfff" for character in value):
         return False
     return type(value) is annotation

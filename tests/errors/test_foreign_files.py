@@ -68,12 +68,12 @@ def commands(
 
 def sharded(run: Path) -> Path:
     """Turn a run's last checkpoint into a sharded one and return the folder of its tensors."""
-    from ragen_pl.checkpoints.sharded_checkpoint import folder_for, save_apart
+    from ragen_pl.checkpoints.sharded_checkpoint import folder_for, save_shards
 
     last = run / "checkpoints" / "last.ckpt"
     saved = torch.load(last)
     folder = folder_for(last, unique="0" * 8)
-    save_apart(saved, folder)
+    save_shards(saved, folder)
     torch.save(saved, last)
     return folder
 

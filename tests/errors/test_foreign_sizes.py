@@ -24,7 +24,7 @@ from ragen_pl.assembly.weights import load_bundle, read_checkpoint
 from ragen_pl.base.foreign_files import model_folder_problem
 from ragen_pl.base.tensor_files import load_plain
 from ragen_pl.checkpoints.checkpoint_check import problem_of
-from ragen_pl.checkpoints.sharded_checkpoint import folder_for, read_apart, save_apart
+from ragen_pl.checkpoints.sharded_checkpoint import folder_for, read_shards, save_shards
 from ragen_pl.config import ConfigError
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.models.build import load_pretrained
@@ -178,13 +178,13 @@ def test_a_sharded_checkpoint_lists_no_more_than_it_has(tmp_path):
     file = tmp_path / "last.ckpt"
     folder = folder_for(file, unique="0" * 8)
     checkpoint = {"state_dict": {"a": torch.ones(1000)}}
-    save_apart(checkpoint, folder)
-    assert torch.equal(read_apart(checkpoint, file)["state_dict"]["a"], torch.ones(1000))
+    save_shards(checkpoint, folder)
+    assert torch.equal(read_shards(checkpoint, file)["state_dict"]["a"], torch.ones(1000))
     listed = pickle.loads((folder / ".metadata").read_bytes())
     listed.state_dict_metadata["weights/a"].size = torch.Size([2**40])
     (folder / ".metadata").write_bytes(pickle.dumps(listed))
     with pytest.raises(ValueError, match=r"lists tensors of 4398046511104 bytes and has"):
-        read_apart(checkpoint, file)
+        read_shards(checkpoint, file)
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def sharded(tmp_path) -> Path:
     """A sharded checkpoint with one tensor."""
     file = tmp_path / "last.ckpt"
     checkpoint: dict[str, Any] = {"state_dict": {"a": torch.ones(1000)}}
-    save_apart(checkpoint, folder_for(file, unique="0" * 8))
+    save_shards(checkpoint, folder_for(file, unique="0" * 8))
     torch.save(checkpoint, file)
     return file
 
@@ -232,7 +232,7 @@ def refused_within_limits(file: Path) -> str:
     used, largest = _processor_s(), _peak()
     problem_of(file)
     with pytest.raises((ValueError, ConfigError, pickle.UnpicklingError)) as caught:
-        read_apart(torch.load(file), file)
+        read_shards(torch.load(file), file)
     assert _processor_s() - used < 20 and _peak() - largest < 400 * MIB
     assert "\n" not in str(caught.value)
     return str(caught.value)

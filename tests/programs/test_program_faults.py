@@ -45,9 +45,9 @@ from ragen_pl.trajectory import EpisodeStatus
         ("ask('a'); report(info={'x': 'x' * (40 << 20)})", "has more than 33554432 bytes"),
         ("ask('a'); report(reward=1, info={'x': 'x' * (2 << 20)})", "info has more than 1048576"),
         ("ask('a'); report(reward=1, info={'x': [[]] * 200_000})", "has more than 100000 values"),
-        (r"ask('a'); report(reward=1, info={'x': '\ud800'})", "half a surrogate pair"),
+        (r"ask('a'); report(reward=1, info={'x': '\ud800'})", "a lone surrogate"),
         (r"ask('a'); report(reward={'\udfff': 1})", "has a part named"),
-        (r"ask('a'); report(reward=1, info={'\ud800': 1})", "half a surrogate pair"),
+        (r"ask('a'); report(reward=1, info={'\ud800': 1})", "a lone surrogate"),
         (
             "ask('a'); open(os.environ['RAGEN_RESULT'], 'w').write("
             "'{\"reward\": 1, \"info\": {\"x\": %s%s}}' % ('[' * 900, ']' * 900))",

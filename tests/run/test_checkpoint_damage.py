@@ -24,9 +24,9 @@ from ragen_pl.checkpoints.rank_states import rank_states_in
 from ragen_pl.checkpoints.sharded_checkpoint import (
     CheckpointFiles,
     folder_for,
-    read_apart,
+    read_shards,
     remove_leftovers,
-    save_apart,
+    save_shards,
     write_tensors,
 )
 from ragen_pl.config.errors import ConfigError
@@ -98,7 +98,7 @@ def sharded(tmp_path: Path) -> Path:
     file, checkpoint = tmp_path / "last.ckpt", state()
     folder = folder_for(file, unique="0123abcd")
     with rank_states_in(folder):
-        save_apart(checkpoint, folder)
+        save_shards(checkpoint, folder)
         torch.save(checkpoint.pop("RolloutDataModule"), folder / "samples_0.pt")
         CheckpointFiles().save_checkpoint(checkpoint, file)
     return file
@@ -128,7 +128,7 @@ def test_a_changed_bit_in_the_folder_of_a_sharded_checkpoint_is_found(
     if file.suffix == ".distcp":
         saved = torch.load(sharded, weights_only=True)
         with pytest.raises(ConfigError, match=f"{name} has changed since it was written"):
-            read_apart(saved, sharded)
+            read_shards(saved, sharded)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", ""])

@@ -17,7 +17,12 @@ from ragen_pl.base.distributed import packed_on_host
 from ragen_pl.base.files import PARTIAL
 from ragen_pl.checkpoints import rank_states
 from ragen_pl.checkpoints.checkpoint_check import problem_of
-from ragen_pl.checkpoints.rank_states import RankStatesError, by_rank, rank_states_in, resolved
+from ragen_pl.checkpoints.rank_states import (
+    RankStatesError,
+    rank_states_in,
+    resolved,
+    save_rank_states,
+)
 from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles, folder_for, remove_leftovers
 
 STATE = {"weights": torch.arange(1000.0), "step": 3}
@@ -106,7 +111,7 @@ def checkpoint(tmp_path, as_rank) -> Path:
     with rank_states_in(folder):
         for number in (1, 0):
             as_rank(number)
-            states = by_rank({"own": torch.full((5,), float(number))}, name="samples")
+            states = save_rank_states({"own": torch.full((5,), float(number))}, name="samples")
         CheckpointFiles().save_checkpoint({"loop": {"states": [states]}}, file)
     assert sorted(path.name for path in folder.iterdir()) == [
         "files.json", "samples_0.pt", "samples_1.pt",
@@ -183,7 +188,7 @@ def test_what_killed_runs_have_left_is_removed_and_no_more(checkpoint):
 
 
 def test_without_a_folder_states_are_gathered():
-    assert by_rank({"own": 1}, name="samples") == [{"own": 1}]
+    assert save_rank_states({"own": 1}, name="samples") == [{"own": 1}]
     assert resolved({"states": [{"own": 1}]}, place=Path()) == {"states": [{"own": 1}]}
 
 

@@ -59,7 +59,7 @@ def test_one_rank_of_each_machine_may_speak_for_all():
 
 
 def arrive(watch: RankWatch, change: Change) -> None:
-    watch.say({"change": asdict(change)})
+    watch.send({"change": asdict(change)})
 
 
 def wait_for_failure(*watches: RankWatch) -> None:

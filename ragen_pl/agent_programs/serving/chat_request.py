@@ -108,7 +108,7 @@ def read_json(data: bytes) -> dict[str, Any]:
     """Return the JSON object of a body.
 
     Raises:
-        RequestError: it is none, is nested too deeply, or holds NaN, infinity or half a surrogate pair.
+        RequestError: it is none, is nested too deeply, or holds NaN, infinity or a lone surrogate.
     """
     try:
         body = strict_json(data)

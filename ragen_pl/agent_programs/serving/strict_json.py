@@ -24,7 +24,7 @@ def strict_json(data: bytes | str) -> Any:
         raise ValueError(f"it has more than {MAX_VALUES} values")
     value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     if "\\u" in text:
-        # half a surrogate pair cannot be encoded
+        # a lone surrogate cannot be encoded
         json.dumps(value, ensure_ascii=False).encode()
     _check_depth(value)
     return value

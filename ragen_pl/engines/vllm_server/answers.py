@@ -15,12 +15,12 @@ from ragen_pl.engines.generation_check import GenerationCheck, InvalidGeneration
 from ragen_pl.engines.protocol import Generation, GenerationRequest
 from ragen_pl.engines.vllm.requests import check_prompt, sampling_arguments
 from ragen_pl.engines.vllm_server.server import (
-    Busy,
-    GivenUp,
-    InvalidAnswer,
+    BusyError,
+    InvalidAnswerError,
     Json,
-    Trouble,
-    Unavailable,
+    ServerError,
+    ServerLostError,
+    UnavailableError,
 )
 
 if TYPE_CHECKING:
@@ -86,15 +86,15 @@ class Exchange:
             version: Version of these weights.
 
         Raises:
-            Unavailable: It was sampled with other weights, was interrupted, or is unlike vLLM's answers.
-            InvalidAnswer: Its values are impossible.
+            UnavailableError: It was sampled with other weights, was interrupted, or is unlike vLLM's answers.
+            InvalidAnswerError: Its values are impossible.
             ValueError: The server has put other ids in the place of the images than the model's own processor.
         """
         parts = _Answer.of(answer)
         if parts.reason not in ("stop", "length"):
-            raise Unavailable(f"a response ended with {parts.reason}")
+            raise UnavailableError(f"a response ended with {parts.reason}")
         if parts.versions != {label}:
-            raise Unavailable("it has lost the weights")
+            raise UnavailableError("it has lost the weights")
         self._check_prompt(parts.shown, request)
         generation = Generation(
             ids=_numbers(parts.ids, (int,), np.int64),
@@ -106,14 +106,14 @@ class Exchange:
         try:
             self._check([request], [generation])
         except InvalidGeneration as error:
-            raise InvalidAnswer(f"a response with {error}") from error
+            raise InvalidAnswerError(f"a response with {error}") from error
         return generation
 
     def _check_prompt(self, shown: object, request: GenerationRequest) -> None:
         if request.prompt.images and isinstance(shown, list):
             check_prompt(shown, request, family=self._family, engine="vllm_server")
         if shown != request.prompt.ids.tolist():
-            raise Unavailable("a response to another prompt")
+            raise UnavailableError("a response to another prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,26 +138,26 @@ class _Answer:
                 versions={span["version"] for span in choice["weight_versions"]},
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise Unavailable(f"an answer unlike vLLM's ({error})") from error
+            raise UnavailableError(f"an answer unlike vLLM's ({error})") from error
 
 
 def _numbers(values: object, kinds: tuple[type, ...], dtype: type) -> np.ndarray:
     """Return a list of numbers as an array, without rounding one kind to another.
 
     Raises:
-        InvalidAnswer: Some are of another kind, or too large.
+        InvalidAnswerError: Some are of another kind, or too large.
     """
     if not isinstance(values, list):
-        raise InvalidAnswer("a response without its ids")
+        raise InvalidAnswerError("a response without its ids")
     for value in values:
         if type(value) not in kinds:
-            raise InvalidAnswer(
+            raise InvalidAnswerError(
                 f"a response with {json.dumps(value)[:40]} in the place of a number"
             )
     try:
         return np.asarray(values, dtype=dtype)
     except OverflowError:
-        raise InvalidAnswer("a response with a number that is too large") from None
+        raise InvalidAnswerError("a response with a number that is too large") from None
 
 
 @dataclass(slots=True)
@@ -181,18 +181,18 @@ class Budget:
     attempts: int = 0
     """Attempts, also those that found a server busy."""
 
-    def spend(self, trouble: Trouble, *, answered_at: float) -> bool:
+    def spend(self, failure: ServerError, *, answered_at: float) -> bool:
         """Note a failed attempt; return whether the budget is used up.
 
         Args:
-            trouble: Failure.
+            failure: What failed.
             answered_at: Time of the last response to any request.
         """
         now = time.monotonic()
         self.begun = now if self.begun is None else self.begun
         self.attempts += 1
         is_late = now - self.begun >= self.timeout_s
-        if isinstance(trouble, Busy | GivenUp):
+        if isinstance(failure, BusyError | ServerLostError):
             return is_late
         self.failures += 1
         return self.failures > self.retries and (is_late or answered_at > self.begun)

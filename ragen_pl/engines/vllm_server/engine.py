@@ -34,13 +34,13 @@ from ragen_pl.engines.vllm_server.process import ServerProcess
 from ragen_pl.engines.vllm_server.requirements import Requirements
 from ragen_pl.engines.vllm_server.rules import VLLMServerRules
 from ragen_pl.engines.vllm_server.server import (
-    Busy,
-    Failed,
+    BusyError,
     Json,
+    RequestFailedError,
     Router,
     Server,
-    Trouble,
-    Unavailable,
+    ServerError,
+    UnavailableError,
     address,
     pause,
 )
@@ -249,11 +249,13 @@ class VLLMServerEngine(VLLMServerRules):
         self._thread.call(self._pool.end())
         # no rank samples any more
         gather_over_ranks(None)
-        written, ready = self._first_rank_does(lambda: self._hand_over(version, weights), weights)
+        written, ready = self._first_rank_does(
+            lambda: self._publish_weights(version, weights), weights
+        )
         self.version = version
         self._thread.call(self._pool.begin(written, ready))
 
-    def _hand_over(
+    def _publish_weights(
         self, version: int, weights: Iterator[tuple[str, Tensor]]
     ) -> tuple[WrittenWeights, list[str]]:
         """Write the weights and have all servers load them; return them and the servers that did."""
@@ -339,7 +341,7 @@ class VLLMServerEngine(VLLMServerRules):
         failed: set[str] = set()
         while True:
             server = await self._pool.server_for(request.session, refusals=refusals, failed=failed)
-            losses = server.losses
+            loss_count = server.loss_count
             try:
                 answer = await server.respond(
                     body, timeout_s=self.timeout_s, max_bytes=max_bytes, session=session
@@ -347,23 +349,27 @@ class VLLMServerEngine(VLLMServerRules):
                 generation = self.exchange.generation(
                     answer, request, label=self._pool.weights.label, version=self.version
                 )
-            except Trouble as error:
-                trouble: Trouble = error
+            except ServerError as error:
+                failure: ServerError = error
             else:
                 self._pool.note_response(server)
                 return generation
-            if isinstance(trouble, Failed) and trouble.status == 404 and "model" in body:
-                trouble = Unavailable("it has lost the adapters")
-            self._pool.note_failure(server, trouble, losses=losses)
+            if (
+                isinstance(failure, RequestFailedError)
+                and failure.status == 404
+                and "model" in body
+            ):
+                failure = UnavailableError("it has lost the adapters")
+            self._pool.note_failure(server, failure, loss_count=loss_count)
             self.resent += 1
-            if isinstance(trouble, Failed) and trouble.refuses:
-                refusals[server.url] = str(trouble)
+            if isinstance(failure, RequestFailedError) and failure.refuses:
+                refusals[server.url] = str(failure)
                 continue
-            if not isinstance(trouble, Busy):
+            if not isinstance(failure, BusyError):
                 failed.add(server.url)
-            if budget.spend(trouble, answered_at=self._pool.answered_at):
+            if budget.spend(failure, answered_at=self._pool.answered_at):
                 raise RolloutError(
                     f"rollout.engine.retries={self.retries}: a request failed {budget.attempts} times, the last time "
-                    f"at {server.url} ({trouble}); see that server's log"
+                    f"at {server.url} ({failure}); see that server's log"
                 )
             await pause(budget.attempts - 1, request.seed, timeout_s=self.timeout_s)

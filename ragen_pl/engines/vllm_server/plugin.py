@@ -196,19 +196,19 @@ def _download(place: str, folder: Path, entry: dict[str, Any]) -> None:
     failures = wrong = 0
     while True:
         before = _size(partial)
-        trouble = _append(f"{place}/{name}", partial, size)
+        reason = _append(f"{place}/{name}", partial, size)
         found = _size(partial)
         if found == size:
             if digest(partial) == entry["sha256"]:
                 partial.replace(path)
                 return
-            trouble = "its SHA-256 is not that of the manifest"
+            reason = "its SHA-256 is not that of the manifest"
             partial.unlink()
             wrong += 1
         failures = 0 if found > before else failures + 1
         if failures >= ATTEMPTS or wrong >= _WRONG_DIGESTS:
             partial.unlink(missing_ok=True)
-            raise TransferError(f"{name} from {_place(place)}: {trouble}")
+            raise TransferError(f"{name} from {_place(place)}: {reason}")
         if failures:
             time.sleep(PAUSE_S * 2**failures)
 

@@ -19,23 +19,23 @@ from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.vllm_server.requirements import Requirements
 from ragen_pl.engines.vllm_server.routing import Routing
 from ragen_pl.engines.vllm_server.server import (
-    Busy,
-    Failed,
-    InvalidAnswer,
-    Refused,
+    BusyError,
+    InvalidAnswerError,
+    RefusedError,
+    RequestFailedError,
     Router,
     Server,
+    ServerError,
     ServerState,
-    Trouble,
-    Unavailable,
+    UnavailableError,
     pause,
 )
 from ragen_pl.engines.vllm_server.weights import (
     REPLACING,
     WrittenWeights,
-    distrust,
     label_of,
     load,
+    mark_for_reload,
 )
 
 log = logging.getLogger(__name__)
@@ -108,14 +108,14 @@ class ServerPool:
         for attempt in range(self._retries + 1):
             try:
                 return await self._requirements.check(server)
-            except (Unavailable, Busy) as error:
-                server.trouble = str(error)
+            except (UnavailableError, BusyError) as error:
+                server.reason = str(error)
             if attempt == 0:
-                log.info("rollout.engine.urls: waits for %s (%s)", server.url, server.trouble)
+                log.info("rollout.engine.urls: waits for %s (%s)", server.url, server.reason)
             if attempt < self._retries:
                 await pause(attempt + 3, self._rank, server.url, timeout_s=self._timeout_s)
         raise ValueError(
-            f"rollout.engine.urls: {server.url} does not answer ({server.trouble}); start a server there "
+            f"rollout.engine.urls: {server.url} does not answer ({server.reason}); start a server there "
             "(docs/engines.md), or set urls=[] and the run starts one"
         )
 
@@ -135,10 +135,10 @@ class ServerPool:
             )
             ready = []
             for server, result in zip(self.servers, results, strict=True):
-                if isinstance(result, Refused):
+                if isinstance(result, RefusedError):
                     raise RolloutError(str(result))
-                if isinstance(result, Trouble):
-                    server.trouble = str(result)
+                if isinstance(result, ServerError):
+                    server.reason = str(result)
                 elif isinstance(result, BaseException):
                     raise result
                 else:
@@ -168,7 +168,7 @@ class ServerPool:
             if server.url in ready:
                 server.become_ready()
             else:
-                server.lose(server.trouble)
+                server.mark_lost(server.reason)
         self._tasks = [asyncio.ensure_future(self._watch(server)) for server in self.servers]
 
     async def end(self) -> None:
@@ -180,31 +180,36 @@ class ServerPool:
 
     # ---- servers that fail
 
-    def note_failure(self, server: Server, trouble: Trouble, *, losses: int) -> None:
+    def note_failure(self, server: Server, failure: ServerError, *, loss_count: int) -> None:
         """Note a request that a server has failed.
 
         Args:
             server: Server, which is lost unless it is only busy, or a router.
-            trouble: Failure.
-            losses: `server.losses` when the request was sent.
+            failure: What failed.
+            loss_count: `server.loss_count` when the request was sent.
         """
-        if isinstance(trouble, Busy):
+        if isinstance(failure, BusyError):
             return
-        is_damaged = isinstance(trouble, InvalidAnswer)
+        is_damaged = isinstance(failure, InvalidAnswerError)
         if server is not self.router:
-            self._lose(server, str(trouble), losses=losses, must_reload=is_damaged)
-        elif is_damaged and server.losses == losses:
+            self._mark_lost(server, str(failure), loss_count=loss_count, must_reload=is_damaged)
+        elif is_damaged and server.loss_count == loss_count:
             # which one it was is unknown
-            server.losses += 1
+            server.loss_count += 1
             for one in self.servers:
-                self._lose(one, str(trouble), must_reload=True)
+                self._mark_lost(one, str(failure), must_reload=True)
 
-    def _lose(
-        self, server: Server, trouble: str, *, losses: int | None = None, must_reload: bool = False
+    def _mark_lost(
+        self,
+        server: Server,
+        reason: str,
+        *,
+        loss_count: int | None = None,
+        must_reload: bool = False,
     ) -> None:
         if server.is_ready:
             self._ready_at = time.monotonic()
-        if server.lose(trouble, losses=losses, must_reload=must_reload):
+        if server.mark_lost(reason, loss_count=loss_count, must_reload=must_reload):
             self._notify()
 
     def note_response(self, server: Server) -> None:
@@ -240,7 +245,7 @@ class ServerPool:
         """Have a router remove or add a server; one that can't finds out by its own probes."""
         if self.router is not None and self._rank == 0:
             place = urlencode({"url": server.url})
-            with suppress(Trouble):
+            with suppress(ServerError):
                 await self.router.call("POST", f"/{change}_worker?{place}", is_json=False)
 
     async def _probe_until_lost(self, server: Server) -> None:
@@ -252,12 +257,12 @@ class ServerPool:
             if self._rank > 0 and not self._target(server).responses:
                 continue
             begun = asyncio.get_running_loop().time()
-            trouble = await self._probe(server)
+            reason = await self._probe(server)
             # a probe without an answer has taken its time already
             left = max(left - (asyncio.get_running_loop().time() - begun), 0.0)
-            failed = 0 if trouble is None else failed + 1
-            if trouble is not None and failed >= self._probe_failures:
-                self._lose(server, f"{failed} probes have failed: {trouble}")
+            failed = 0 if reason is None else failed + 1
+            if reason is not None and failed >= self._probe_failures:
+                self._mark_lost(server, f"{failed} probes have failed: {reason}")
                 self._target(server).cancel_responses()
 
     def _target(self, server: Server) -> Server:
@@ -269,14 +274,14 @@ class ServerPool:
         try:
             await server.call("GET", "/health", timeout_s=self._probe_s)
             label = None if self._rank > 0 else await label_of(server, timeout_s=self._probe_s)
-        except Busy:
+        except BusyError:
             return None
-        except Failed as error:
+        except RequestFailedError as error:
             return None if error.refuses else str(error)
-        except Trouble as error:
+        except ServerError as error:
             return str(error)
         if label not in (None, self.weights.label):
-            self._lose(server, "it has other weights")
+            self._mark_lost(server, "it has other weights")
         return None
 
     async def _bring_back(self, server: Server) -> None:
@@ -287,14 +292,14 @@ class ServerPool:
             try:
                 await self._give_weights(server)
                 break
-            except (Trouble, Refused) as error:
-                server.trouble = str(error)
+            except (ServerError, RefusedError) as error:
+                server.reason = str(error)
             server.failures += 1
             if not is_reported:
                 log.warning(
                     "rollout.engine.urls: %s is lost (%s); it is asked again until it answers",
                     server.url,
-                    server.trouble,
+                    server.reason,
                 )
                 is_reported = True
         if is_reported:
@@ -306,8 +311,8 @@ class ServerPool:
 
         Raises:
             RolloutError: Another run has given it weights since this one did.
-            Refused: It can't serve the policy any more.
-            Trouble: It has not got them yet.
+            RefusedError: It can't serve the policy any more.
+            ServerError: It has not got them yet.
         """
         label = await label_of(server)
         if label == self.weights.label and not server.must_reload:
@@ -318,14 +323,14 @@ class ServerPool:
             )
         if self._rank > 0:
             if label == self.weights.label:
-                await distrust(server)
+                await mark_for_reload(server)
             server.must_reload = False
-            raise Unavailable("the first rank has not handed it the weights yet")
+            raise UnavailableError("the first rank has not handed it the weights yet")
         if label not in (self.weights.label, REPLACING):
             server.state = ServerState.NEW
         if server.must_reload:
             log.warning(
-                "rollout.engine.urls: %s gets the weights again (%s)", server.url, server.trouble
+                "rollout.engine.urls: %s gets the weights again (%s)", server.url, server.reason
             )
         await self._load(server, self.weights)
 
@@ -372,7 +377,7 @@ class ServerPool:
                     await self._changed.wait()
 
     def _none_answers(self) -> RolloutError:
-        troubles = "; ".join(f"{server.url}: {server.trouble}" for server in self.servers)
+        troubles = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
         return RolloutError(
             f"rollout.engine.urls: no server has answered for {self._timeout_s:g} s ({troubles}); start one again, or "
             "raise rollout.engine.timeout_s"

@@ -11,7 +11,13 @@ import torch
 
 from ragen_pl.engines.vllm.model import CPU_BATCH_TOKENS
 from ragen_pl.engines.vllm_server.plugin import BACKEND
-from ragen_pl.engines.vllm_server.server import Failed, Json, Refused, Server, ServerState
+from ragen_pl.engines.vllm_server.server import (
+    Json,
+    RefusedError,
+    RequestFailedError,
+    Server,
+    ServerState,
+)
 from ragen_pl.models.adapters import largest_rank
 
 if TYPE_CHECKING:
@@ -47,26 +53,26 @@ class Requirements:
         """Check a server, which is CHECKED then.
 
         Raises:
-            Refused: It can't serve the policy.
-            Unavailable: It does not answer.
+            RefusedError: It can't serve the policy.
+            UnavailableError: It does not answer.
         """
         try:
             info = await server.call("GET", "/server_info?config_format=json")
             config = info["vllm_config"]
             for found, flag in self._differences(config):
-                raise Refused(
+                raise RefusedError(
                     f"rollout.engine.urls: {server.url} has {found}; start it with {flag}"
                 )
             if not config["model_config"]["skip_tokenizer_init"]:
                 await self._check_tokenizer(server)
             await _check_generate(server)
-        except Failed as error:
-            raise Refused(
+        except RequestFailedError as error:
+            raise RefusedError(
                 f"rollout.engine.urls: {server.url} is no vLLM server that takes weights and token ids ({error}); "
                 "start it as docs/engines.md says, with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
             ) from error
         except (KeyError, TypeError, AttributeError) as error:
-            raise Refused(
+            raise RefusedError(
                 f"rollout.engine.urls: {server.url} answers unlike vLLM 0.32 ({error}); install that version there"
             ) from error
         server.state = ServerState.CHECKED
@@ -129,7 +135,7 @@ class Requirements:
         ids = (await server.call("POST", "/tokenize", body))["tokens"]
         text = (await server.call("POST", "/detokenize", {"tokens": vocabulary}))["prompt"]
         if text != tokenizer.decode(vocabulary) or ids != _ids(tokenizer, _PROBE):
-            raise Refused(
+            raise RefusedError(
                 f"rollout.engine.urls: {server.url} has another tokenizer than the trainer; start it with the "
                 "trainer's model, or with --tokenizer FOLDER"
             )
@@ -138,7 +144,7 @@ class Requirements:
         chat = renderer.apply_chat_template(_CHAT, add_generation_prompt=True, tokenize=False)
         body = {"messages": _CHAT, "add_generation_prompt": True}
         if (await server.call("POST", "/tokenize", body))["tokens"] != _ids(tokenizer, chat):
-            raise Refused(
+            raise RefusedError(
                 f"rollout.engine.urls: {server.url} has another chat template than the trainer; start it with the "
                 "trainer's model, or with --chat-template FILE"
             )
@@ -148,7 +154,7 @@ async def _check_generate(server: Server) -> None:
     """Check that it takes token ids, without sampling: weights that it has loaded in part would end it."""
     try:
         await server.call("POST", "/inference/v1/generate", {})
-    except Failed as error:
+    except RequestFailedError as error:
         if error.status not in (400, 422):
             raise
 

@@ -24,23 +24,23 @@ _ERROR_BYTES = 2**16
 Json = dict[str, Any]
 
 
-class Trouble(Exception):
+class ServerError(Exception):
     """A call of a server did not succeed."""
 
 
-class Unavailable(Trouble):
+class UnavailableError(ServerError):
     """A server gave no answer that can be used. It or another may later."""
 
 
-class GivenUp(Unavailable):
+class ServerLostError(UnavailableError):
     """A response is not waited for any longer, since its server is lost."""
 
 
-class Busy(Trouble):
+class BusyError(ServerError):
     """A server has too many requests."""
 
 
-class Failed(Trouble):
+class RequestFailedError(ServerError):
     """A server answered with an error."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -53,11 +53,11 @@ class Failed(Trouble):
         return self.status < 500
 
 
-class InvalidAnswer(Trouble):
+class InvalidAnswerError(ServerError):
     """A server's sampled values are impossible: its weights or its keys and values may be damaged."""
 
 
-class Refused(ValueError):
+class RefusedError(ValueError):
     """A server can't serve the policy."""
 
 
@@ -99,9 +99,9 @@ class Server:
         self.url, self._session = url, session
         self._answers_in = min(timeout_s, _ANSWERS_IN)
         self.state = ServerState.NEW
-        self.trouble = "it has not been asked yet"
+        self.reason = "it has not been asked yet"
         """Last failure, in words."""
-        self.losses = 0
+        self.loss_count = 0
         """Number of times that it was lost. A request notes it, so that a late failure is told from a new one."""
         self.failures = 0
         """Failures since its last response, which lengthen the pauses before it is used again."""
@@ -120,24 +120,26 @@ class Server:
         """Whether it gets requests."""
         return self.state is ServerState.READY
 
-    def lose(self, trouble: str, *, losses: int | None = None, must_reload: bool = False) -> bool:
+    def mark_lost(
+        self, reason: str, *, loss_count: int | None = None, must_reload: bool = False
+    ) -> bool:
         """Send it no requests until it is ready again; return whether it was ready.
 
         Args:
-            trouble: Failure, in words.
-            losses: Value of `losses` when what failed was sent; a server lost and found since then is left alone.
+            reason: Failure, in words.
+            loss_count: Value when what failed was sent; a server lost and found since then is left alone.
                 None for what happens now.
             must_reload: Whether it needs the weights again.
         """
-        if losses is not None and losses != self.losses - (not self.is_ready):
+        if loss_count is not None and loss_count != self.loss_count - (not self.is_ready):
             return False
-        self.trouble = trouble
+        self.reason = reason
         self.must_reload |= must_reload
         if not self.is_ready:
             return False
         self.state = ServerState.LOST
         self._lost.set()
-        self.losses += 1
+        self.loss_count += 1
         self.failures += 1
         return True
 
@@ -178,9 +180,9 @@ class Server:
             headers: More headers.
 
         Raises:
-            Unavailable: There is none, it is no JSON or too long.
-            Busy: Too many requests.
-            Failed: An error of the server.
+            UnavailableError: There is none, it is no JSON or too long.
+            BusyError: Too many requests.
+            RequestFailedError: An error of the server.
         """
         limits = aiohttp.ClientTimeout(
             total=timeout_s or self._answers_in, sock_connect=_CONNECTS_IN
@@ -196,22 +198,22 @@ class Server:
                 is_error = response.status >= 400
                 data, is_whole = await _read(response, _ERROR_BYTES if is_error else max_bytes)
         except TimeoutError as error:
-            raise Unavailable(f"no answer within {limits.total:g} s") from error
+            raise UnavailableError(f"no answer within {limits.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Unavailable(_line(error)) from error
+            raise UnavailableError(_line(error)) from error
         if response.status == 429:
-            raise Busy("it has too many requests")
+            raise BusyError("it has too many requests")
         if response.status in (408, 502, 503, 504):
-            raise Unavailable(f"status {response.status}")
+            raise UnavailableError(f"status {response.status}")
         if is_error:
             text = data.decode(errors="replace")
-            raise Failed(f"status {response.status}: {_message(text)}", response.status)
+            raise RequestFailedError(f"status {response.status}: {_message(text)}", response.status)
         if not is_whole:
-            raise Unavailable(f"an answer of more than {max_bytes} bytes")
+            raise UnavailableError(f"an answer of more than {max_bytes} bytes")
         try:
             return json.loads(data) if data and is_json else None
         except (ValueError, RecursionError) as error:
-            raise Unavailable("an answer that is no JSON") from error
+            raise UnavailableError("an answer that is no JSON") from error
 
     async def respond(
         self, body: Json, *, timeout_s: float, max_bytes: int, session: str = ""
@@ -225,8 +227,8 @@ class Server:
             session: Name of its session, by which a router sends all of its requests to one server.
 
         Raises:
-            GivenUp: `cancel_responses` was called.
-            Trouble: As `call`.
+            ServerLostError: `cancel_responses` was called.
+            ServerError: As `call`.
         """
         call = asyncio.ensure_future(
             self.call(
@@ -245,7 +247,7 @@ class Server:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise GivenUp(self.trouble) from None
+            raise ServerLostError(self.reason) from None
         finally:
             self.responses.discard(call)
 

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragen_pl.engines.vllm_server.plugin import ADAPTERS, folder_name
-from ragen_pl.engines.vllm_server.server import Failed, Refused, Server, Unavailable
+from ragen_pl.engines.vllm_server.server import (
+    RefusedError,
+    RequestFailedError,
+    Server,
+    UnavailableError,
+)
 
 REPLACING = "replacing"
 """Label of a server while its weights are replaced, or while they have to be."""
@@ -37,14 +42,14 @@ class WrittenWeights:
         """Have a server get what it needs, while it still has the weights before.
 
         Raises:
-            Trouble: It failed.
+            ServerError: It failed.
         """
 
     async def replace(self, server: Server, *, timeout_s: float) -> None:
         """Have a paused server replace its weights by these.
 
         Raises:
-            Trouble: It failed.
+            ServerError: It failed.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": self.folder}}
         await server.call("POST", "/collective_rpc", body, timeout_s=timeout_s)
@@ -77,9 +82,9 @@ class ServedWeights(WrittenWeights):
         body: dict[str, Any] = {"update_info": {"manifest": self.url, "load": load}}
         try:
             await server.call("POST", "/start_weight_update")
-        except Failed:
+        except RequestFailedError:
             # one that was not finished, of a run that was killed
-            await _quietly(server, "/finish_weight_update", {})
+            await _call_ignoring_errors(server, "/finish_weight_update", {})
             await server.call("POST", "/start_weight_update")
         await server.call("POST", "/update_weights", body, timeout_s=timeout_s)
         await server.call("POST", "/finish_weight_update", {})
@@ -133,15 +138,15 @@ def _adapter_name(label: str) -> str:
 async def _drop_adapters(server: Server, name: str) -> None:
     """Have a server drop the adapters that it was given last, and older ones of a name that it will get."""
     for dropped in {server.adapter, name} - {None}:
-        await _quietly(server, "/v1/unload_lora_adapter", {"lora_name": dropped})
+        await _call_ignoring_errors(server, "/v1/unload_lora_adapter", {"lora_name": dropped})
     server.adapter = name
 
 
-async def _quietly(server: Server, path: str, body: dict[str, Any]) -> None:
+async def _call_ignoring_errors(server: Server, path: str, body: dict[str, Any]) -> None:
     """Make a call that a server refuses where there is nothing to do."""
     try:
         await server.call("POST", path, body, is_json=False)
-    except Failed:
+    except RequestFailedError:
         return
 
 
@@ -154,8 +159,8 @@ async def load(server: Server, weights: WrittenWeights, *, timeout_s: float) -> 
         timeout_s: Longest wait for each of fetching and loading them, in seconds.
 
     Raises:
-        Refused: It can't load them.
-        Trouble: It failed.
+        RefusedError: It can't load them.
+        ServerError: It failed.
     """
     await weights.fetch(server, timeout_s=timeout_s)
     # requests that nobody waits for any more
@@ -163,16 +168,16 @@ async def load(server: Server, weights: WrittenWeights, *, timeout_s: float) -> 
     await server.call("POST", "/update_weight_version", {"new_version": REPLACING})
     try:
         await weights.replace(server, timeout_s=timeout_s)
-    except Failed as error:
+    except RequestFailedError as error:
         if server.has_had_weights:
             raise
-        raise Refused(
+        raise RefusedError(
             f"rollout.engine.urls: {server.url} can't load the weights in {weights.folder} ({error}); start it "
             f"again with the trainer's model; {weights.remedy}"
         ) from error
     reset = await server.call("POST", "/reset_prefix_cache")
     if reset != {"success": True}:
-        raise Unavailable("it has kept the keys and values of other weights")
+        raise UnavailableError("it has kept the keys and values of other weights")
     await server.call("POST", "/reset_encoder_cache")
     await server.call("POST", "/update_weight_version", {"new_version": weights.label})
     await server.call("POST", "/resume")
@@ -186,20 +191,20 @@ async def label_of(server: Server, *, timeout_s: float | None = None) -> str:
         timeout_s: Longest wait, in seconds; None for that of other calls.
 
     Raises:
-        Unavailable: It is no vLLM server.
-        Trouble: It failed.
+        UnavailableError: It is no vLLM server.
+        ServerError: It failed.
     """
     answer = await server.call("GET", "/weight_info", timeout_s=timeout_s)
     label = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(label, str):
-        raise Unavailable("it is no vLLM server")
+        raise UnavailableError("it is no vLLM server")
     return label
 
 
-async def distrust(server: Server) -> None:
+async def mark_for_reload(server: Server) -> None:
     """Label a server's weights as ones to be replaced, which the first rank sees.
 
     Raises:
-        Trouble: It failed.
+        ServerError: It failed.
     """
     await server.call("POST", "/update_weight_version", {"new_version": REPLACING})
