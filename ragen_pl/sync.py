@@ -1,4 +1,4 @@
-"""`python -m ragen_pl.sync run=FOLDER`: send what MLflow has not got of a run.
+"""`python -m ragen_pl.sync run=FOLDER`: send a run's unsent records to MLflow.
 
 A run does it itself. This is for one that has ended while its MLflow server was away.
 """

@@ -70,8 +70,8 @@ class EpisodeStatus(StrEnum):
 class FailureCause(StrEnum):
     """Cause of an environment's error.
 
-    `INFRASTRUCTURE` is a connection, a time limit, a process that ended or a service that is full: a fresh environment
-    may get on. `DATA` is all else: the same episode would fail again.
+    `INFRASTRUCTURE` is a connection, a time limit, a process that ended or a service that is full: a retry
+    in a new environment may succeed. `DATA` is all else: the same episode would fail again.
     """
 
     INFRASTRUCTURE = "infrastructure"

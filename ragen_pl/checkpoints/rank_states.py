@@ -131,12 +131,12 @@ class RankStates(Sequence[Any]):
         return load_plain(file)
 
 
-def resolved(checkpoint: Any, *, place: Path) -> Any:
+def load_rank_states(checkpoint: Any, *, folder: Path) -> Any:
     """Return a checkpoint with the states of all ranks in place of the names of their files.
 
     Args:
         checkpoint: What the file of the checkpoint holds, or a part of it.
-        place: Folder of that file.
+        folder: Folder of that file.
 
     Raises:
         RankStatesError: It names files elsewhere.
@@ -144,11 +144,11 @@ def resolved(checkpoint: Any, *, place: Path) -> Any:
     # subclasses are states of modules
     if type(checkpoint) is dict:
         if checkpoint.get("kind") == _KIND:
-            folder = place / _plain_name(checkpoint["folder"])
-            return RankStates(folder, tuple(checkpoint["files"]))
-        return {name: resolved(value, place=place) for name, value in checkpoint.items()}
+            states = folder / _plain_name(checkpoint["folder"])
+            return RankStates(states, tuple(checkpoint["files"]))
+        return {name: load_rank_states(value, folder=folder) for name, value in checkpoint.items()}
     if isinstance(checkpoint, list):
-        return [resolved(value, place=place) for value in checkpoint]
+        return [load_rank_states(value, folder=folder) for value in checkpoint]
     return checkpoint
 
 

@@ -1,4 +1,4 @@
-"""Files of checkpoints, and their folders: tensors of sharded ones, and what each rank has its own of.
+"""Checkpoint files: sharded tensors and the states of each rank.
 
     new folder -> list of its files -> new file, under another name -> renamed -> old folder removed
 
@@ -45,7 +45,7 @@ from ragen_pl.base.finite import first_non_finite
 from ragen_pl.base.foreign_files import bare_pickle_problem
 from ragen_pl.checkpoints.checkpoint_check import FILES, item_is_whole, names_folder
 from ragen_pl.checkpoints.known_pickle import KnownUnpickler, by_name
-from ragen_pl.checkpoints.rank_states import folder_of_states, resolved
+from ragen_pl.checkpoints.rank_states import folder_of_states, load_rank_states
 from ragen_pl.config.errors import ConfigError
 
 SHARDS = "shards"
@@ -75,22 +75,22 @@ def save_shards(checkpoint: dict[str, Any], folder: Path) -> None:
         folder: See `folder_for`.
     """
     checkpoint[SHARDS] = folder.name
-    dcp.save(dict(_taken(checkpoint)), checkpoint_id=folder)
+    dcp.save(dict(_pop_tensors(checkpoint)), checkpoint_id=folder)
 
 
-def remove_shards(file: Path, *, but: str | None = None) -> None:
+def remove_shards(file: Path, *, keep: str | None = None) -> None:
     """Remove the folders of a file's earlier checkpoints.
 
     Args:
         file: The checkpoint.
-        but: Name of the folder that is kept.
+        keep: Name of the folder that is kept.
     """
     for folder in file.parent.glob(f"{file.name}.*{_SUFFIX}"):
-        if folder.name != but:
+        if folder.name != keep:
             shutil.rmtree(folder)
 
 
-def _taken(checkpoint: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _pop_tensors(checkpoint: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Remove a checkpoint's tensors and yield them by name."""
     weights = checkpoint["state_dict"]
     checkpoint["state_dict"] = {}
@@ -337,7 +337,7 @@ class CheckpointFiles(TorchCheckpointIO):
         """Return a checkpoint with whole tensors."""
         file = Path(path)
         checkpoint = read_shards(super().load_checkpoint(path, *arguments, **settings), file)
-        return dict(resolved(checkpoint, place=file.parent))
+        return dict(load_rank_states(checkpoint, folder=file.parent))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint with its folder."""

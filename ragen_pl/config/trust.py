@@ -1,4 +1,4 @@
-"""Which files of settings are taken at their word. The command line is; a run's or a model's own file need not be.
+"""Trust in files of settings. The command line is; a run's or a model's own file need not be.
 
 Settings name classes and functions, which are then called with the rest of the settings: somebody else's file could
 name any code. It is read under this rule:

@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True)
 class GenerationRequest:
-    """One response to sample. Only the prompt, the sampling parameters and the seed decide what is generated."""
+    """A request for one response. Prompt, sampling parameters and seed alone decide the result."""
 
     session: int
     """Number of the environment. An engine may reuse the session's earlier keys and values for a common prefix."""

@@ -1,4 +1,4 @@
-"""Causes of the errors of environments: infrastructure, which a fresh environment may get on without, or data."""
+"""Causes of the errors of environments: infrastructure (worth a retry) or data (would fail again)."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class ImageEncoder:
         self._encoded.add(image.shape)
 
     def check_together(self, images: Sequence[np.ndarray]) -> None:
-        """Check that a prompt may show these images: that an image among others is what it is alone.
+        """Check that a prompt may show these images: that an image's tokens do not depend on the others.
 
         LLaVA-OneVision cuts the only image of a prompt into tiles, and leaves several images whole. A prompt could not
         grow by an image then, for the tokens of earlier images would change.

@@ -1,4 +1,4 @@
-"""Token ids of prompts: template text as it is, control tokens' names in other text as plain letters."""
+"""Token ids of prompts: template text as it is, control-token strings in other text as ordinary text."""
 
 from __future__ import annotations
 

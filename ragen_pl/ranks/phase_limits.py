@@ -117,5 +117,5 @@ class PhaseLimits(RolloutCallback):
         self._moved(trainer, "checkpoint")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Set no limit to what the ranks do apart."""
+        """Suspend the limits after training."""
         ranks.suspend_limits()

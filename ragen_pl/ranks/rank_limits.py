@@ -134,7 +134,7 @@ class StallLimit:
                 )
 
     def stop(self) -> None:
-        """Let the rank take as long as it wants."""
+        """Suspend the rank's limits."""
         self._end = float("inf")
         if self._changed > 0:
             self._changed = float("-inf")

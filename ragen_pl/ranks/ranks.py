@@ -216,7 +216,7 @@ def heartbeat(label: str, *, stall_s: float) -> None:
 
 
 def suspend_limits() -> None:
-    """Let this rank take as long as it wants, as for what it does alone."""
+    """Suspend this rank's limits, for work that it does alone."""
     if (watch := _Process.watch) is not None:
         watch.stall.stop()
 

@@ -37,7 +37,7 @@ from ragen_pl.assembly.weights import (
 from ragen_pl.base.phases import wide_console
 from ragen_pl.base.settings_files import SETTINGS, newest_settings, number_of
 from ragen_pl.checkpoints.folder import Run, run_of
-from ragen_pl.checkpoints.rank_states import resolved
+from ragen_pl.checkpoints.rank_states import load_rank_states
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.trust import check_folder, check_settings, is_own
 from ragen_pl.data.recorded_step import RecordedStep
@@ -150,7 +150,7 @@ def read_checkpointed(cfg: DictConfig) -> Recorded:
     saved = read_checkpoint(found.path, source=place, hint="give a run's checkpoint")
     settings = read_settings(_settings_file(saved, run), trusted=cfg.trust)
     with config_errors(place):
-        saved = resolved(saved, place=found.path.parent)
+        saved = load_rank_states(saved, folder=found.path.parent)
         steps = steps_in_checkpoint(saved, settings)
     return _recorded(steps, saved, run)
 

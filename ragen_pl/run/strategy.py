@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ragen_pl.base.constraints import Count
 from ragen_pl.base.distributed import on_first_rank, sharded_like
-from ragen_pl.checkpoints.rank_states import folder_of_states, resolved
+from ragen_pl.checkpoints.rank_states import folder_of_states, load_rank_states
 from ragen_pl.checkpoints.sharded_checkpoint import (
     SHARDS,
     folder_for,
@@ -131,7 +131,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().save_checkpoint(checkpoint, file, storage_options)
         self.barrier()
         if self.is_global_zero and folder_of_states() is None:
-            remove_shards(file, but=checkpoint.get(SHARDS))
+            remove_shards(file, keep=checkpoint.get(SHARDS))
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -150,7 +150,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 raise ConfigError(
                     f"ckpt_path={file}: its entry {entry} has NaN or infinite values; give another checkpoint"
                 )
-        return dict(resolved(checkpoint, place=file.parent))
+        return dict(load_rank_states(checkpoint, folder=file.parent))
 
     @torch.no_grad()
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -103,7 +103,7 @@ class RunTrainer(pl.Trainer):
         with rank_states_in(folder):
             super().save_checkpoint(file, weights_only, storage_options)
         if self.is_global_zero:
-            remove_shards(file, but=folder.name)
+            remove_shards(file, keep=folder.name)
 
 
 class _OwnCheckpoints(_CheckpointConnector):

@@ -1,6 +1,7 @@
 """Imports go downward only: each part may import the listed parts and no others. Files are short."""
 
 import ast
+import re
 import tomllib
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -176,3 +177,16 @@ def test_environments_and_trainer_do_not_import_each_other(environments):
         for file in PACKAGE.rglob("*.py")
         for name in imported(file)
     )
+
+
+def test_every_folder_has_tests_where_the_documents_say():
+    table = (ROOT / "docs" / "contributing.md").read_text().partition("| `ragen_pl/` | tests |")[2]
+    rows = [row.split("|")[1:3] for row in table.partition("\n\n")[0].splitlines()[2:]]
+    elsewhere = {
+        folder: re.findall(r"`tests/(\w+)`", tests)
+        for folders, tests in rows
+        for folder in re.findall(r"`(\w+)`", folders)
+    }
+    for folder in (path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()):
+        for tests in elsewhere.get(folder, [folder]):
+            assert list((ROOT / "tests" / tests).glob("test_*.py")), folder

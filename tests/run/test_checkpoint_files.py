@@ -19,8 +19,8 @@ from ragen_pl.checkpoints import rank_states
 from ragen_pl.checkpoints.checkpoint_check import problem_of
 from ragen_pl.checkpoints.rank_states import (
     RankStatesError,
+    load_rank_states,
     rank_states_in,
-    resolved,
     save_rank_states,
 )
 from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles, folder_for, remove_leftovers
@@ -189,7 +189,7 @@ def test_what_killed_runs_have_left_is_removed_and_no_more(checkpoint):
 
 def test_without_a_folder_states_are_gathered():
     assert save_rank_states({"own": 1}, name="samples") == [{"own": 1}]
-    assert resolved({"states": [{"own": 1}]}, place=Path()) == {"states": [{"own": 1}]}
+    assert load_rank_states({"states": [{"own": 1}]}, folder=Path()) == {"states": [{"own": 1}]}
 
 
 @dataclass

@@ -214,7 +214,7 @@ def _download(place: str, folder: Path, entry: dict[str, Any]) -> None:
 
 
 def _append(url: str, partial: Path, size: int) -> str:
-    """Add the bytes that a partial file lacks, as far as they come; return why there are no more.
+    """Resume a download; return the error that stopped it, if any.
 
     Raises:
         OSError: The disk is full.

@@ -136,7 +136,7 @@ def _adapter_name(label: str) -> str:
 
 
 async def _drop_adapters(server: Server, name: str) -> None:
-    """Have a server drop the adapters that it was given last, and older ones of a name that it will get."""
+    """Have a server drop the adapters that it was given last, and stale ones of the next name."""
     for dropped in {server.adapter, name} - {None}:
         await _call_ignoring_errors(server, "/v1/unload_lora_adapter", {"lora_name": dropped})
     server.adapter = name
