@@ -13,6 +13,8 @@ from ragen_pl.models.truncation import BANNED, KeptIds
 
 # tokens of a vocabulary that is summed by blocks, and those of a block
 _LARGE, _BLOCK = 8192, 512
+# probability outside the top ids
+_SMALLEST = 1e-12
 
 
 def log_distribution(
@@ -42,6 +44,13 @@ def entropy(log_probs: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
+class TopTokens(NamedTuple):
+    """The most likely ids of a distribution or of its reference, which a divergence tells apart; see `with_bucket`."""
+
+    count: int
+    of_reference: bool
+
+
 class DistributionScores(NamedTuple):
     """Scores of distributions over the vocabulary, float32 `[tokens]`, float64 for logits in float64."""
 
@@ -61,6 +70,7 @@ def score_distributions(
     banned: Tensor,
     reference: Tensor | None = None,
     reverse: bool = False,
+    top: TopTokens | None = None,
     entropy_gradient: bool = True,
     kept: KeptIds | None = None,
 ) -> DistributionScores:
@@ -77,11 +87,12 @@ def score_distributions(
         banned: Ids of probability 0, int64.
         reference: Logits of the reference, `[tokens, vocab]`, without gradient and overwritten too.
         reverse: Whether the divergence is KL(distribution ‖ reference) instead of KL(reference ‖ distribution).
+        top: Ids that the divergence tells apart, where all others are one outcome; None for all.
         entropy_gradient: Whether the entropy has a gradient.
         kept: Ids that the distributions are restricted to, the reference's too; None for all.
     """
     scores = _DistributionScores.apply(
-        logits, tokens, temperature, banned, reference, reverse, entropy_gradient, kept
+        logits, tokens, temperature, banned, reference, reverse, top, entropy_gradient, kept
     )
     return DistributionScores(*scores)
 
@@ -102,6 +113,7 @@ class _DistributionScores(torch.autograd.Function):
         banned: Tensor,
         reference: Tensor | None,
         reverse: bool,
+        top: TopTokens | None,
         entropy_gradient: bool,
         kept: KeptIds | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -111,6 +123,8 @@ class _DistributionScores(torch.autograd.Function):
         entropy = -torch.exp(log_probs, out=scratch).mul_(log_probs).sum(-1)
         if reference is not None:
             difference, slope = _log_softmax(reference, temperature, banned, kept)
+            if top is not None:
+                with_bucket(difference, log_probs, top=top, scratch=slope)
             if reverse:
                 torch.exp(log_probs, out=slope)
                 kl = slope.mul_(difference.neg_().add_(log_probs)).sum(-1)
@@ -143,7 +157,44 @@ class _DistributionScores(torch.autograd.Function):
             gradient, log_probs, -1, log_probs.dtype, out=gradient
         )
         gradient.index_fill_(-1, banned, 0.0).div_(temperature)
-        return gradient.to(ctx.dtype), *(None for _ in range(7))
+        return gradient.to(ctx.dtype), *(None for _ in range(8))
+
+
+def with_bucket(
+    reference: Tensor, log_probs: Tensor, *, top: TopTokens, scratch: Tensor | None = None
+) -> Tensor:
+    """Spread the reference's probability outside the top ids as the distribution's own is spread, in place.
+
+    With p the distribution, q the reference, S the top ids and p_R, q_R the probabilities outside S, it is q in S and
+    `q_R p / p_R` elsewhere. The divergences from it, and their gradients with it held constant, are those of the
+    distributions over S and one more outcome for all other ids. Without that outcome a reverse divergence would fall
+    as the distribution leaves S.
+
+    Args:
+        reference: Log-probabilities `[tokens, vocab]`, overwritten.
+        log_probs: Log-probabilities of the distribution, likewise.
+        top: The ids, of equally likely ones any.
+        scratch: A tensor of the same shape to write on; None for a new one.
+
+    Returns:
+        `reference`.
+
+    >>> own, other = torch.tensor([[0.5, 0.4, 0.1]]).log(), torch.tensor([[0.5, 0.1, 0.4]]).log()
+    >>> with_bucket(other, own, top=TopTokens(1, of_reference=False)).exp()
+    tensor([[0.5000, 0.4000, 0.1000]])
+    """
+    count = min(top.count, log_probs.shape[-1])
+    ids = (reference if top.of_reference else log_probs).topk(count).indices
+    inside = reference.gather(-1, ids)
+
+    def outside(of: Tensor) -> Tensor:
+        return torch.exp(of, out=scratch).scatter_(-1, ids, 0.0).sum(-1, keepdim=True)
+
+    shift = (
+        outside(reference).clamp(min=_SMALLEST).log()
+        - outside(log_probs).clamp(min=_SMALLEST).log()
+    )
+    return torch.add(log_probs, shift, out=reference).scatter_(-1, ids, inside)
 
 
 def _log_softmax(

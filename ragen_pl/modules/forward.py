@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ragen_pl.data.batch import Samples
-from ragen_pl.models.distribution import DistributionScores, score_distributions
+from ragen_pl.models.distribution import DistributionScores, TopTokens, score_distributions
 from ragen_pl.models.inputs import (
     DecoderInputs,
     EncodedImages,
@@ -265,6 +265,7 @@ class ReferenceStates:
     hidden: Tensor
     """`[tokens, hidden]`."""
     reverse: bool = False
+    top: TopTokens | None = None
     """Whether the divergence is KL(policy ‖ reference) instead of KL(reference ‖ policy)."""
 
 
@@ -349,6 +350,7 @@ def score_states(
             banned=bundle.banned(hidden.device),
             reference=logits,
             reverse=reference is not None and reference.reverse,
+            top=None if reference is None else reference.top,
             entropy_gradient=entropy_gradient,
             kept=kept,
         )

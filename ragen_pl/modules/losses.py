@@ -17,10 +17,11 @@ from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.base.checked import checked
-from ragen_pl.base.constraints import NonNegative, Positive
+from ragen_pl.base.constraints import Count, NonNegative, Positive
 from ragen_pl.base.run_facts import ChecksRun, RunFacts
 from ragen_pl.data.batch import CreditLayout, Minibatch
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.models.distribution import TopTokens
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
@@ -59,10 +60,13 @@ class ReferenceKL:
         clip_norm: largest norm of the penalty's gradient in the loss, which is then clipped apart from that of the
             other terms and takes a second backward pass; None for one norm of all terms.
         bound: largest log ratio of a token in the reward, either way; None for no bound.
+        top_k: number of most likely tokens that a sum over the vocabulary tells apart, where all others are one
+            outcome; None for all.
+        top_k_of: whose most likely tokens these are.
 
     Raises:
         ValueError: the penalty is in the reward with another estimator than k1 or with `clip_norm`, in the loss with a
-            `bound`, or has a coefficient and no reference.
+            `bound`, has a coefficient and no reference, or `top_k` and no sum over the vocabulary.
     """
 
     needs_trust = ()
@@ -77,8 +81,15 @@ class ReferenceKL:
     reference: Reference | None = field(default_factory=InitialPolicy)
     clip_norm: Positive | None = None
     bound: Positive | None = None
+    top_k: Count | None = None
+    top_k_of: Literal["policy", "reference"] = "policy"
 
     def __post_init__(self) -> None:
+        if self.top_k is not None and not self.estimator.over_vocabulary:
+            raise ValueError(
+                f"algorithm.loss.kl.top_k={self.top_k}: estimator={self.estimator} reads the sampled tokens alone; set "
+                "algorithm.loss.kl.top_k=null, or estimator=full_reverse"
+            )
         if self.reference is None and self.coefficient:
             raise ValueError(
                 f"algorithm.loss.kl.coefficient={self.coefficient:g}: there is nothing to diverge from "
@@ -100,6 +111,11 @@ class ReferenceKL:
                 f"algorithm.loss.kl.estimator={self.estimator}: in the reward (algorithm.loss.kl.place=reward) it has "
                 "not the gradient of the divergence; set algorithm.loss.kl.estimator=k1, or place=loss"
             )
+
+    @property
+    def top(self) -> TopTokens | None:
+        """Tokens that a sum over the vocabulary tells apart; None for all."""
+        return None if self.top_k is None else TopTokens(self.top_k, self.top_k_of == "reference")
 
     @property
     def changes_rewards(self) -> bool:

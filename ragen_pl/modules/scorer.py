@@ -95,7 +95,7 @@ class Scorer:
         if scores is None or self.reference is None or kl is None or scores.ndim == 1:
             return None
         reverse = kl.estimator is KLEstimator.FULL_REVERSE
-        return ReferenceStates(self.reference, scores, reverse=reverse)
+        return ReferenceStates(self.reference, scores, reverse=reverse, top=kl.top)
 
     def bootstrap(self, batch: TrajectoryBatch, *, tokens_per_forward: int) -> None:
         """Set the value of the state after the last turn of truncated episodes. All ranks must call it."""

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.kl import full_kl
-from ragen_pl.models.distribution import draw, entropy, log_distribution, score_distributions
+from ragen_pl.models.distribution import (
+    TopTokens,
+    draw,
+    entropy,
+    log_distribution,
+    score_distributions,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 
@@ -91,13 +97,16 @@ def divergence_of(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
         banned=torch.tensor(given["banned"], dtype=torch.int64),
         reference=torch.tensor(given["teacher_logits"]),
         reverse=given["direction"] == "reverse",
+        top=TopTokens(given["k"], given["support"] == "teacher") if "k" in given else None,
     )
     return leaf, scores.kl
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDEN if case["kind"] == "opd_full"])
+@pytest.mark.parametrize(
+    "case", [case for case in GOLDEN if case["kind"] in ("opd_full", "opd_topk")]
+)
 def test_divergence_and_gradient_of_the_reference(case):
-    """Both directions, with temperatures, banned ids and weights of tokens."""
+    """Both directions, with temperatures, banned ids and weights of tokens, over all ids or the most likely ones."""
     given, expected = case["inputs"], case["outputs"]
     leaf, divergence = divergence_of(given)
     weight = torch.tensor(given["weight"])

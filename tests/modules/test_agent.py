@@ -121,6 +121,10 @@ def test_a_penalty_without_a_reference_is_none(make):
     assert make.agent(loss=loss).reference is None
     with pytest.raises(ValueError, match=r"kl\.coefficient=0\.1: there is nothing to diverge from"):
         ReferenceKL(coefficient=0.1, reference=None)
+    with pytest.raises(
+        ValueError, match=r"kl\.top_k=8: estimator=k3 reads the sampled tokens alone"
+    ):
+        ReferenceKL(coefficient=0.1, estimator="k3", top_k=8)
 
 
 def test_penalty_can_be_switched_on_with_a_reference(make):

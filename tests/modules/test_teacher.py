@@ -36,10 +36,10 @@ def folder(tmp_path_factory) -> str:
     return save(build_small_lm(seed=7, text=LARGER), tmp_path_factory.mktemp("teacher"))
 
 
-def distillation(path: str, *, estimator: str = "full_reverse") -> UpdateLoss:
+def distillation(path: str, *, estimator: str = "full_reverse", **changes) -> UpdateLoss:
     penalty = ReferenceKL(
         coefficient=1.0, estimator=estimator, mask=sampled, aggregation=Aggregation.TOKEN_MEAN,
-        reference=Teacher(path=path),
+        reference=Teacher(path=path), **changes,
     )  # fmt: skip
     return UpdateLoss(policy_coefficient=0.0, value_coefficient=0.0, whiten=False, kl=penalty)
 
@@ -81,6 +81,16 @@ def test_a_teacher_of_another_size_scores_the_policys_tokens(make, folder, estim
     assert loss == pytest.approx(float(expected.mean()), rel=1e-4)
     assert any(gradient.any() for gradient in gradients.values())
     assert not any(name.startswith("reference.") for name in gradients)
+
+
+@pytest.mark.parametrize("of", ["policy", "reference"])
+def test_a_divergence_falls_with_the_tokens_that_it_tells_apart(make, folder, of) -> None:
+    losses = []
+    for count in (None, 10_000, 8, 1):
+        agent = make.agent(loss=distillation(folder, top_k=count, top_k_of=of))
+        losses.append(make.gradient(agent, [make.minibatch(make.batch(agent))])[0])
+    every, larger, some, one = losses
+    assert larger == pytest.approx(every, rel=1e-5) and every > 1.01 * some > 1.01 * one > 0
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
