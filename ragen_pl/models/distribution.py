@@ -47,7 +47,7 @@ def entropy(log_probs: Tensor) -> Tensor:
 class TopTokens(NamedTuple):
     """The most likely ids of a distribution or of its reference, which a divergence tells apart; see `with_bucket`."""
 
-    count: int
+    number: int
     of_reference: bool
 
 
@@ -183,7 +183,7 @@ def with_bucket(
     >>> with_bucket(other, own, top=TopTokens(1, of_reference=False)).exp()
     tensor([[0.5000, 0.4000, 0.1000]])
     """
-    count = min(top.count, log_probs.shape[-1])
+    count = min(top.number, log_probs.shape[-1])
     ids = (reference if top.of_reference else log_probs).topk(count).indices
     inside = reference.gather(-1, ids)
 
