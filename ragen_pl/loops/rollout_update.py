@@ -51,6 +51,8 @@ class RolloutUpdateLoop(_FitLoop):
     _loader_states: list[dict[str, Any]]
     # accumulated before a checkpoint inside an optimizer step
     _gradients: dict[str, torch.Tensor]
+    # the run has ended before the iteration's last minibatch, and the hooks of its end have been called
+    _is_cut: bool
 
     @classmethod
     def replacing(cls, old: _FitLoop, *, validate_first: bool) -> RolloutUpdateLoop:
@@ -59,7 +61,7 @@ class RolloutUpdateLoop(_FitLoop):
         new.__dict__.update(old.__dict__)
         new.validate_first = validate_first
         new._resumed = new._finishing = False
-        new._measured, new._loader_states, new._gradients = None, [], {}
+        new._measured, new._loader_states, new._gradients, new._is_cut = None, [], {}, False
         return new
 
     @property
@@ -76,6 +78,23 @@ class RolloutUpdateLoop(_FitLoop):
                 "pass one with collect, has_buffer and drop_buffer, such as ragen_pl.data.datamodule.RolloutDataModule"
             )
         return datamodule
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended. A resumed run ends an iteration whose last step it has taken first."""
+        return super().done and not (
+            self._update_begun and not self._is_cut and self._collector.has_buffer(self.iteration)
+        )
+
+    def _iteration_based_training(self) -> bool:
+        """Return False: epochs are resumed as such where the number of steps limits a run too."""
+        return False
+
+    def run(self) -> None:
+        """Run the iterations. A run that was ended inside one goes on with its next minibatch."""
+        if self._is_cut and not self._loaded_from_state_dict:
+            self.load_state_dict(self.state_dict())
+        super().run()
 
     def setup_data(self) -> None:
         """Build the train loader if there is a buffer."""
@@ -98,7 +117,8 @@ class RolloutUpdateLoop(_FitLoop):
             batches.is_last_batch = False
             if self.restarting and not self.epoch_loop._should_accumulate():
                 self.epoch_loop._batches_that_stepped -= 1
-        self._finishing = resuming and has_started and batches.is_last_batch
+        is_last = batches.is_last_batch or _has_all_steps(self.trainer)
+        self._finishing = resuming and has_started and is_last
         if resuming and not has_started:
             # written by an epoch-start hook: the update starts from there
             self.epoch_progress.total.ready -= self.epoch_progress.current.ready - self.iteration
@@ -137,6 +157,7 @@ class RolloutUpdateLoop(_FitLoop):
         """Run the rollout phase, unless the trajectories came from a checkpoint."""
         if self._finishing:
             return
+        self._is_cut = False
         datamodule, iteration = self._collector, self.iteration
         if not datamodule.has_buffer(iteration):
             self._combined_loader_states_to_load, self._loader_states = [], []
@@ -151,7 +172,8 @@ class RolloutUpdateLoop(_FitLoop):
         if not self._finishing:
             super().advance()
             # as large as the weights; the rollout and the validation need none
-            self.trainer.lightning_module.zero_grad()
+            if not self._inside_a_step():
+                self.trainer.lightning_module.zero_grad()
         else:
             assert self._data_fetcher is not None
             due = self.epoch_loop._should_check_val_fx(self._data_fetcher)
@@ -163,14 +185,19 @@ class RolloutUpdateLoop(_FitLoop):
     def on_advance_end(self) -> None:
         """Drop the buffer and end the iteration. A checkpoint of its end does not hold the buffer.
 
+        An iteration that the run's limit of steps or of time cuts is not counted, and keeps the buffer: a longer run
+        takes the minibatches that are left.
+
         Lightning logs an iteration's metrics after its checkpoints are written. A run that is stopped or killed between
         the two would go on after the iteration, whose metrics would be lost. Here they are logged before.
         """
-        self._collector.drop_buffer()
         self._finishing = False
+        self._is_cut = not self.epoch_loop._num_ready_batches_reached()
         trainer, connector = self.trainer, self.trainer._logger_connector
         connector.epoch_end_reached()
-        self.epoch_progress.increment_processed()
+        if not self._is_cut:
+            self._collector.drop_buffer()
+            self.epoch_progress.increment_processed()
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
         call._call_lightning_module_hook(trainer, "on_train_epoch_end")
         self._log_iteration()
@@ -179,7 +206,8 @@ class RolloutUpdateLoop(_FitLoop):
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         # metrics that callbacks of checkpoints have logged
         self._log_iteration()
-        self.epoch_progress.increment_completed()
+        if not self._is_cut:
+            self.epoch_progress.increment_completed()
         if trainer.received_sigterm:
             raise SIGTERMException
 
@@ -216,7 +244,7 @@ class RolloutUpdateLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the loop's state: progress, loader positions, accumulated gradients and metrics of a validation."""
         state = super().on_save_checkpoint()
-        state["measured"] = self._measured
+        state["measured"], state["is_cut"] = self._measured, self._is_cut
         batches = self.epoch_loop.batch_progress
         if _untrained(batches):
             state["combined_loader"] = self._loader_states
@@ -233,7 +261,7 @@ class RolloutUpdateLoop(_FitLoop):
         """Restore `on_save_checkpoint`'s state."""
         super().on_load_checkpoint(state_dict)
         # earlier versions kept none, and validate again
-        self._measured = state_dict.get("measured")
+        self._measured, self._is_cut = state_dict.get("measured"), state_dict.get("is_cut", False)
         self._loader_states = self._combined_loader_states_to_load
         gradients = state_dict.get("gradients", [])
         self._gradients = gradients[rank()] if len(gradients) == world_size() else {}
@@ -367,9 +395,13 @@ class RolloutUpdate(pl.Callback):
 def is_last_iteration(trainer: pl.Trainer) -> bool:
     """Return whether the run ends with the present iteration, as far as is known before its end."""
     limit = trainer.max_epochs
-    by_steps = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
     by_epochs = limit not in (None, -1) and trainer.current_epoch + 1 >= limit
-    return bool(trainer.should_stop or by_steps or by_epochs)
+    return bool(trainer.should_stop or _has_all_steps(trainer) or by_epochs)
+
+
+def _has_all_steps(trainer: pl.Trainer) -> bool:
+    """Return whether a run that its number of optimizer steps limits has taken them."""
+    return trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
 
 
 def log_step(trainer: pl.Trainer) -> None:

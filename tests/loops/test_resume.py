@@ -120,6 +120,42 @@ def test_resuming_after_any_validation_is_exact(setup_of, tmp_path):
     assert resume_everywhere(setup, tmp_path, ("on_validation_end",), chosen=every(1)) == 3
 
 
+def test_resuming_a_run_that_steps_limit_is_exact(setup_of, tmp_path):
+    """Its last iteration is cut after two of four minibatches."""
+    setup = setup_of(trainer={"max_epochs": -1, "max_steps": 6})
+    points = ("on_rollout_end", "on_validation_end", "on_train_epoch_end")
+    assert resume_everywhere(setup, tmp_path, points, chosen=every(1)) == 7
+
+
+class StopAfter(pl.Callback):
+    """End a run inside an update, as a limit of time does."""
+
+    def __init__(self, minibatches: int) -> None:
+        self.minibatches = minibatches
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        trainer.should_stop = trainer.fit_loop.total_batch_idx + 1 == self.minibatches
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit", "stops"),
+    [({}, {"max_steps": 6}, ()), ({"accumulate_grad_batches": 2}, {}, (StopAfter(11),))],
+    ids=["steps", "time"],
+)
+def test_a_run_that_was_ended_inside_an_iteration_goes_on_with_it(
+    setup_of, tmp_path, changes, limit, stops
+):
+    setup = setup_of(dropout=0.1, trainer={"max_epochs": 2} | changes)
+    agent, logged, reference = setup.fit()
+    saver = SaveAt(tmp_path, ("on_train_epoch_end", "on_train_end"))
+    _, _, cut = setup.fit(saver, *stops, **limit)
+    assert cut.current_epoch == 1 and cut.global_step < reference.global_step
+    for file in saver.files[-2:]:
+        resumed, tail, trainer = setup.fit(ckpt_path=str(file))
+        assert differences(resumed, agent) == [] and counts(trainer) == counts(reference)
+        assert repr(tail) == repr(logged[-len(tail) :]) and "rollout/return" in repr(tail)
+
+
 def test_resuming_with_all_kinds_of_state_is_exact(setup_of, tmp_path):
     """Dropout, a separate critic, whole conversations, a filter, running statistics, a moving reference, and
     checkpoints inside an optimizer step.
