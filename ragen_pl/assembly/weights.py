@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from ragen_pl.assembly.build import build_bundle
-from ragen_pl.base.settings_files import newest_settings
+from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.base.tensor_files import NoLargerThan, TooLargeError, load_plain
 from ragen_pl.checkpoints.checkpoint_check import changed_entry
 from ragen_pl.checkpoints.sharded_checkpoint import non_finite_entry, read_shards
@@ -58,7 +58,8 @@ def load_bundle(cfg: DictConfig) -> ModelBundle:
     if source is not None and Path(source).is_file():
         file, run = Path(source), cfg.source.run
         saved = read_policy(file)
-        settings = None if run is None or cfg.trust else newest_settings(Path(run))
+        written = None if run is None else settings_of_weights(Path(run), saved.get(SETTINGS))
+        settings = None if cfg.trust else written
         bundle = build_for(module_state(saved), cfg, settings=settings)
         _load_policy(bundle, saved, file)
     else:

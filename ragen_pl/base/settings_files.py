@@ -31,3 +31,14 @@ def newest_settings(folder: Path) -> Path:
     """Return the settings of a run's last start with settings of its own, or of its first start."""
     numbers = (number_of(file.name) for file in folder.glob("config_*.yaml"))
     return folder / settings_file(max((number for number in numbers if number), default=1))
+
+
+def settings_of_weights(folder: Path, name: object) -> Path:
+    """Return the settings of the start that wrote weights; of a run's last start where they name none.
+
+    Args:
+        folder: the run's folder.
+        name: entry `SETTINGS` of the weights, which earlier versions did not write.
+    """
+    is_known = isinstance(name, str) and number_of(name) is not None
+    return folder / str(name) if is_known else newest_settings(folder)

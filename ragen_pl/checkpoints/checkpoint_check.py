@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ragen_pl.base.foreign_files import archive_problem, pickle_problem
-from ragen_pl.checkpoints.pickle_outline import class_in, items_of, place_of
+from ragen_pl.checkpoints.pickle_outline import class_in, entry_of, items_of, place_of
 
 FILES = "files.json"
 """Sizes of the files in the folder of a checkpoint, written when they are complete."""
@@ -58,6 +58,25 @@ def changed_entry(file: Path) -> str | None:
     except OSError:
         return None
     return None if entry is None else f"{file} is damaged: {entry} has changed since it was written"
+
+
+def text_in(file: Path, name: str) -> str | None:
+    """Return the text of an entry of a checkpoint, None where it has no such text, or can't be read."""
+    try:
+        state = file.stat()
+    except OSError:
+        return None
+    return _text_in_state(file, name, state.st_ino, state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=256)
+def _text_in_state(file: Path, name: str, *state: int) -> str | None:
+    try:
+        structure = _structure(file)
+    except OSError:
+        return None
+    entry = None if structure is None else entry_of(structure, name)
+    return entry if isinstance(entry, str) else None
 
 
 def names_folder(file: Path, name: str) -> bool | None:

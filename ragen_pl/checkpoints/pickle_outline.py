@@ -54,6 +54,12 @@ def _loaded(content: bytes) -> Any:
         return None
 
 
+def entry_of(content: bytes, name: str) -> Any:
+    """Return the outline of an entry of a pickled dictionary, None where it has none or is something else."""
+    loaded = _loaded(content)
+    return loaded.get(name) if isinstance(loaded, dict) else None
+
+
 def place_of(record: str, content: bytes) -> str | None:
     """Return where the tensor of a record stands in a file of `torch.save`, None if it stands nowhere.
 

@@ -35,7 +35,7 @@ from ragen_pl.assembly.weights import (
     read_checkpoint,
 )
 from ragen_pl.base.phases import wide_console
-from ragen_pl.base.settings_files import SETTINGS, newest_settings, number_of
+from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.checkpoints.folder import Run, run_of
 from ragen_pl.checkpoints.rank_states import load_rank_states
 from ragen_pl.config.errors import ConfigError, config_errors
@@ -148,7 +148,8 @@ def read_checkpointed(cfg: DictConfig) -> Recorded:
     place = f"ckpt={cfg.ckpt}"
     run = _run_folder(cfg, found.path, place)
     saved = read_checkpoint(found.path, source=place, hint="give a run's checkpoint")
-    settings = read_settings(_settings_file(saved, run), trusted=cfg.trust)
+    settings_file = settings_of_weights(run, saved.get(SETTINGS))
+    settings = read_settings(settings_file, trusted=cfg.trust)
     with config_errors(place):
         saved = load_rank_states(saved, folder=found.path.parent)
         steps = steps_in_checkpoint(saved, settings)
@@ -156,15 +157,8 @@ def read_checkpointed(cfg: DictConfig) -> Recorded:
 
 
 def _recorded(steps: list[RecordedStep], saved: Mapping[str, Any], run: Path) -> Recorded:
-    settings = _settings_file(saved, run)
+    settings = settings_of_weights(run, saved.get(SETTINGS))
     return Recorded(steps, module_state(saved), saved.get(FINGERPRINTS, {}), run, settings)
-
-
-def _settings_file(saved: Mapping[str, Any], run: Path) -> Path:
-    """Return the config that weights were trained with; of an earlier version, that of the run's last start."""
-    name = saved.get(SETTINGS)
-    known = isinstance(name, str) and number_of(name) is not None
-    return run / str(name) if known else newest_settings(run)
 
 
 def _run_folder(cfg: DictConfig, file: Path, place: str) -> Path:

@@ -41,6 +41,7 @@ from ragen_pl.base.error_text import error_text
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.base.seeding import seeded
+from ragen_pl.base.settings_files import SETTINGS, newest_settings
 from ragen_pl.base.stop_signals import Stopped, ending
 from ragen_pl.callbacks.checkpoint import RunCheckpoint
 from ragen_pl.callbacks.random_state import RandomState
@@ -292,6 +293,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
             "module": without_frozen(module, state),
             FINGERPRINTS: module.fingerprints,
             "demonstrations": demonstrations.statistics,
+            SETTINGS: newest_settings(run.folder).name,
         }
         write_tensors(saved, run.warm_start)
     trainer.strategy.remove_checkpoint(checkpoint)

@@ -16,7 +16,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ragen_pl.base.foreign_files import settings_text
-from ragen_pl.base.settings_files import newest_settings
+from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
+from ragen_pl.checkpoints.checkpoint_check import text_in
 from ragen_pl.checkpoints.folder import Run, last_whole, run_of, time_of
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.trust import is_own
@@ -52,15 +53,28 @@ class Checkpoint:
 
     @property
     def settings_file(self) -> Path:
-        """File of the config of the run's last start, which need not exist."""
-        return self.path / EXPORTED if self.is_folder else newest_settings(self.run or self.path)
+        """File of the config of the start that wrote the weights, which need not exist."""
+        if self.is_folder:
+            return self.path / EXPORTED
+        return settings_of_weights(self.run or self.path, text_in(self.path, SETTINGS))
 
     def settings(self) -> dict[str, Any]:
-        """Return the run's config, empty if the run is unknown."""
+        """Return the run's config, empty if the run is unknown.
+
+        Raises:
+            ConfigError: it cannot be read, or is not there.
+        """
         if self.is_folder:
             settings = exported(self.path).get("settings", {})
+        elif self.run is None:
+            settings = {}
+        elif not self.settings_file.exists():
+            raise ConfigError(
+                f"{self.path} was written with the settings {self.settings_file}, which are not there; copy the file "
+                "from the run's folder too"
+            )
         else:
-            settings = run_settings(self.settings_file) if self.run is not None else {}
+            settings = run_settings(self.settings_file)
         if settings:
             _check_groups(settings, self.settings_file)
         return dict(settings)

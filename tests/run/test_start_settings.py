@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 from omegaconf import OmegaConf
-from support.runs.composing import composed
+from support.runs.composing import composed, evaluation_config
 
 from ragen_pl.base.settings_files import newest_settings
 from ragen_pl.checkpoints.folder import Run
+from ragen_pl.config import ConfigError
 from ragen_pl.config.start_settings import keep_settings
 from ragen_pl.config.trust import is_own
 from ragen_pl.run.train import open_run
@@ -40,9 +42,32 @@ def test_each_start_with_other_settings_has_a_config_and_a_line(tmp_path):
     assert third.name == "config_3.yaml" and "env.name frozenlake -> bandit" in (line or "")
     assert first.read_text() == text
     assert newest_settings(tmp_path) == third
-    # later commands use the settings of the weights
-    used = Checkpoint(tmp_path / "checkpoints" / "last.ckpt", tmp_path)
-    assert used.settings_file == third and used.settings()["env"]["name"] == "bandit"
+
+
+def test_commands_take_the_settings_of_the_start_that_wrote_the_weights(tmp_path):
+    for number, env in enumerate(("bandit", "frozenlake", "arithmetic")):
+        start(tmp_path, f"env={env}", resumed=number > 0)
+    file = tmp_path / "checkpoints" / "a.ckpt"
+    file.parent.mkdir()
+    used = Checkpoint(file, tmp_path)
+    layer = {"state_dict": {"weight": torch.ones(2)}, "loops": {"settings": "config_3.yaml"}}
+    names = (
+        ({}, "arithmetic"),
+        ({"settings": "config.yaml"}, "bandit"),
+        ({"settings": "config_2.yaml"}, "frozenlake"),
+    )
+    for named, env in names:
+        torch.save(layer | named, file)
+        assert used.settings()["env"]["name"] == env
+        settings = evaluation_config(f"ckpt={file}")
+        assert settings.env.name == env and settings.source.run == str(tmp_path)
+    # a name is no path
+    torch.save(layer | {"settings": "../config.yaml"}, file)
+    assert used.settings_file.name == "config_3.yaml"
+    (tmp_path / "config_2.yaml").unlink()
+    torch.save(layer | {"settings": "config_2.yaml"}, file)
+    with pytest.raises(ConfigError, match=r"config_2\.yaml, which are not there; copy the file"):
+        evaluation_config(f"ckpt={file}")
 
 
 def test_the_tenth_start_comes_after_the_ninth(tmp_path):
