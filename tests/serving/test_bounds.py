@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import time
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from support.servers.endpoint_clients import HELLO, owned, post
 
 from ragen_pl.agent_programs.serving.chat_request import read_json, read_request
@@ -99,6 +102,59 @@ def test_many_parts_of_a_content_are_joined_in_one_pass():
 
     # with a copy for each part it took minutes
     assert processor_s(read) < 4.0
+
+
+def calls_of(number: int, arguments: str) -> list[dict[str, Any]]:
+    function = {"name": "tool", "arguments": arguments}
+    calls = [{"id": f"{one}", "type": "function", "function": function} for one in range(number)]
+    results = [{"role": "tool", "tool_call_id": f"{one}", "content": ""} for one in range(number)]
+    return [HELLO["messages"][0], {"role": "assistant", "tool_calls": calls}, *results]
+
+
+def test_values_of_the_arguments_of_all_calls_are_bounded():
+    """Each text is within the limit, and 70 of them took 9 s."""
+    lists = '{"a": [' + "[]," * 120_000 + "0]}"
+
+    def read() -> None:
+        with pytest.raises(RequestError, match=r"tool_calls: the arguments .* than 250000 values"):
+            read_request({"messages": calls_of(70, lists)}, ImageReader())
+
+    assert processor_s(read) < 2.0
+    # signs in their texts are no values
+    texts = json.dumps({"code": "[{," * 100_000})
+    chat = read_request({"messages": calls_of(20, texts)}, ImageReader()).chat
+    assert [call["arguments"] for call in chat.messages[1]["tool_calls"]] == [
+        json.loads(texts)
+    ] * 20
+
+
+def test_scans_of_a_picture_are_bounded():
+    """Each scan has 33 bytes and goes over all pixels: a megabyte of them took minutes."""
+    file = io.BytesIO()
+    Image.new("L", (4096, 4096), 128).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    scan = data[data.rfind(b"\xff\xda") : -2]
+
+    def read(scans: int) -> tuple[int, ...]:
+        whole = base64.b64encode(data[:-2] + scan * scans + data[-2:]).decode()
+        return ImageReader().read(f"data:image/jpeg;base64,{whole}")[1].shape
+
+    assert read(4) == (4096, 4096, 3)
+
+    def refused() -> None:
+        with pytest.raises(RequestError, match="a JPEG of 30006 scans, expected at most 100"):
+            read(30_000)
+
+    assert processor_s(refused) < 2.0
+
+
+def test_an_answer_does_not_repeat_a_large_request():
+    body = {"messages": [{"role": "u" * MIB, "content": "a"}]}
+    with pytest.raises(
+        RequestError, match=r"^messages\[0\]\.role='u.*expected one of system, "
+    ) as refused:
+        read_request(body, ImageReader())
+    assert len(str(refused.value)) < 2100
 
 
 def test_items_of_the_responses_api_are_bounded():

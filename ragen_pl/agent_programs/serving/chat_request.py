@@ -13,8 +13,8 @@ from ragen_pl.agent_programs.serving.errors import RequestError, shown, unsuppor
 from ragen_pl.agent_programs.serving.images import ImageReader
 from ragen_pl.agent_programs.serving.strict_json import strict_json
 from ragen_pl.agent_programs.serving.tools import (
+    CallReader,
     in_order_of_calls,
-    read_call,
     read_tool_choice,
     read_tools,
 )
@@ -198,7 +198,7 @@ class _MessageReader:
     """Reads messages, and keeps their images."""
 
     def __init__(self, images: ImageReader) -> None:
-        self._reader = images
+        self._reader, self._calls = images, CallReader()
         self._by_digest: dict[str, np.ndarray] = {}
         self._count = 0
 
@@ -244,7 +244,7 @@ class _MessageReader:
             if not isinstance(calls, list):
                 raise RequestError(400, f"{where}.tool_calls: expected a list")
             if calls:
-                message["tool_calls"] = [read_call(where, call) for call in calls]
+                message["tool_calls"] = [self._calls.read(where, call) for call in calls]
         if role == "tool":
             call_id = given.get("tool_call_id")
             if not isinstance(call_id, str):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_LONGEST = 2000
+
 
 class RequestError(Exception):
     """Answer with an error status, as OpenAI's API gives it.
@@ -12,7 +14,7 @@ class RequestError(Exception):
 
     Args:
         status: HTTP status.
-        message: one line with what was found and what to do.
+        message: one line with what was found and what to do; far too long values in it are cut.
         code: code of the error.
         retry: whether an SDK may send the request again.
     """
@@ -20,7 +22,9 @@ class RequestError(Exception):
     def __init__(
         self, status: int, message: str, *, code: str = "invalid_request", retry: bool = False
     ) -> None:
-        super().__init__(message)
+        half = _LONGEST // 2
+        short = message if len(message) <= _LONGEST else f"{message[:half]} … {message[-half:]}"
+        super().__init__(short)
         self.status, self.code, self.retry = status, code, retry
 
     @property

@@ -19,6 +19,8 @@ from ragen_pl.base.rgb import rgb_array
 _DATA_URL = re.compile(r"data:image/(png|jpeg|webp);base64,", re.IGNORECASE)
 _FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 16 * 1024 * 1024
+# a scan of a progressive JPEG needs a few bytes and goes over all pixels
+_JPEG, _SCAN, _MAX_SCANS = b"\xff\xd8", b"\xff\xda", 100
 
 
 class ImageReader:
@@ -66,6 +68,12 @@ class ImageReader:
 
 def _decoded(data: bytes) -> np.ndarray:
     try:
+        if data.startswith(_JPEG) and data.count(_SCAN) > _MAX_SCANS:
+            raise RequestError(
+                400,
+                f"image_url: a JPEG of {data.count(_SCAN)} scans, expected at most {_MAX_SCANS}",
+                code="image_too_large",
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:

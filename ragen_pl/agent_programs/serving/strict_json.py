@@ -31,18 +31,18 @@ def strict_json(data: bytes | str) -> Any:
 
 
 def has_more_values(text: str, limit: int) -> bool:
-    """Return whether a text that is JSON has more values than a limit, by its signs; each search is one pass in C.
+    """Return whether a text that is JSON has more values than a limit. An empty list or object counts twice."""
+    return _count_signs(text) > limit and number_of_values(text, limit=limit) > limit
 
-    An empty list or object counts twice.
-    """
-    if _count_signs(text) <= limit:
-        return False
+
+def number_of_values(text: str, *, limit: int) -> int:
+    """Return the number of values of a text that is JSON by its signs, or a number above a limit; searches are in C."""
     # signs in strings are no values; a quote in a string stands behind a backslash
     unescaped = text.replace("\\\\", "").replace('\\"', "")
     # an object has two strings for a value, others have one at most
     if unescaped.count('"') // 2 > 2 * limit:
-        return True
-    return _count_signs("".join(unescaped.split('"')[::2])) > limit
+        return limit + 1
+    return _count_signs("".join(unescaped.split('"')[::2]))
 
 
 def _count_signs(text: str) -> int:

@@ -10,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragen_pl.agent_programs.serving.errors import RequestError, shown, unsupported
-from ragen_pl.agent_programs.serving.strict_json import strict_json
+from ragen_pl.agent_programs.serving.strict_json import (
+    MAX_VALUES,
+    number_of_values,
+    strict_json,
+)
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -61,21 +65,49 @@ def read_tool_choice(given: object, tools: list[dict[str, Any]]) -> object:
     return given
 
 
-def read_call(where: str, given: object) -> dict[str, Any]:
-    """Return a call of an assistant's message, see `ChatRequest.messages`.
+class CallReader:
+    """Reads the tool calls of a request, whose arguments have a limited number of values together."""
 
-    Raises:
-        RequestError: it is none.
-    """
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(given, Mapping) or not isinstance(function, Mapping):
-        raise RequestError(400, f"{where}.tool_calls: expected calls of functions")
-    name, call_id = function.get("name"), given.get("id")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(400, f"{where}.tool_calls: found the name {shown(name)}")
-    if not isinstance(call_id, str) or not call_id:
-        raise RequestError(400, f"{where}.tool_calls: found the id {shown(call_id)} of {name}")
-    return {"id": call_id, "name": name, "arguments": _arguments(function.get("arguments"))}
+    def __init__(self) -> None:
+        self._values = 0
+
+    def read(self, where: str, given: object) -> dict[str, Any]:
+        """Return a call of an assistant's message, see `ChatRequest.messages`.
+
+        Raises:
+            RequestError: it is none, or the arguments of all calls so far have too many values.
+        """
+        function = given.get("function") if isinstance(given, Mapping) else None
+        if not isinstance(given, Mapping) or not isinstance(function, Mapping):
+            raise RequestError(400, f"{where}.tool_calls: expected calls of functions")
+        name, call_id = function.get("name"), given.get("id")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise RequestError(400, f"{where}.tool_calls: found the name {shown(name)}")
+        if not isinstance(call_id, str) or not call_id:
+            raise RequestError(400, f"{where}.tool_calls: found the id {shown(call_id)} of {name}")
+        return {
+            "id": call_id,
+            "name": name,
+            "arguments": self._arguments(where, function.get("arguments")),
+        }
+
+    def _arguments(self, where: str, given: object) -> Any:
+        """Return the arguments of a call as an object, or as text where they are none."""
+        if not isinstance(given, str):
+            return given if isinstance(given, dict) else {}
+        if not given:
+            return {}
+        self._values += number_of_values(given, limit=MAX_VALUES)
+        if self._values > MAX_VALUES:
+            raise RequestError(
+                400,
+                f"{where}.tool_calls: the arguments of the calls so far have more than {MAX_VALUES} values together",
+            )
+        try:
+            read = strict_json(given)
+        except (ValueError, RecursionError):
+            return given
+        return read if isinstance(read, dict) else given
 
 
 def in_order_of_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -165,14 +197,3 @@ def _tool(number: int, given: object) -> dict[str, Any]:
             "parameters": parameters or {"type": "object", "properties": {}},
         },
     }
-
-
-def _arguments(given: object) -> Any:
-    """Return the arguments of a call as an object, or as text where they are none."""
-    if isinstance(given, str):
-        try:
-            read = strict_json(given) if given else {}
-        except (ValueError, RecursionError):
-            return given
-        return read if isinstance(read, dict) else given
-    return given if isinstance(given, dict) else {}
