@@ -114,7 +114,7 @@ def batch_values(batch: TrajectoryBatch) -> dict[str, list[object]]:
             samples.weight,
             _pixels(batch.images),
         ],
-        "behavior": [samples.behavior_logprobs],
+        "behavior": [samples.old_logprobs],
         "masks": [samples.loss_mask, samples.loss_weight, samples.advantage_mask, samples.kl_mask],
         "advantages": [samples.advantages],
         "returns": [samples.returns],

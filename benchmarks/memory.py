@@ -187,7 +187,9 @@ class Steps:
             rows = list(torch.arange(size.rows).split(1))
             logprobs = self.policy.eval()(samples, [], microbatches=rows).logprobs
             noise = 0.1 * torch.randn(logprobs.shape, generator=generator)
-            samples.behavior_logprobs = torch.where(samples.turn >= 0, logprobs + noise, 0.0)
+            samples.rollout_logprobs = samples.old_logprobs = torch.where(
+                samples.turn >= 0, logprobs + noise, 0.0
+            )
 
     def plain(self) -> Step:
         """Take the plain step."""

@@ -25,12 +25,12 @@ class Level(StrEnum):
     SEQUENCE = "sequence"
 
 
-def importance_ratio(trainer: Tensor, behavior: Tensor, turn: Tensor, *, level: Level) -> Tensor:
+def importance_ratio(trainer: Tensor, rollout: Tensor, turn: Tensor, *, level: Level) -> Tensor:
     """Return p_trainer / p_engine for each token or for its whole response.
 
     Args:
         trainer: `[trajectories, tokens]`, log-probs before the update.
-        behavior: `[trajectories, tokens]`, log-probs of the engine.
+        rollout: `[trajectories, tokens]`, log-probs of the engine.
         turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
         level: unit that a ratio is computed for.
 
@@ -42,7 +42,7 @@ def importance_ratio(trainer: Tensor, behavior: Tensor, turn: Tensor, *, level: 
     tensor([[2., 2.]])
     """
     sampled = turn >= 0
-    log_ratio = torch.where(sampled, trainer.float() - behavior.float(), 0.0)
+    log_ratio = torch.where(sampled, trainer.float() - rollout.float(), 0.0)
     if Level(level) is Level.SEQUENCE:
         index = turn.clamp(min=0)
         turns = int(index.max()) + 1 if index.numel() else 1
@@ -54,7 +54,7 @@ def importance_ratio(trainer: Tensor, behavior: Tensor, turn: Tensor, *, level: 
 class Correction(Protocol):
     """Weight of each token's loss from the log-probs of trainer and engine."""
 
-    def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
+    def __call__(self, trainer: Tensor, rollout: Tensor, turn: Tensor) -> Tensor:
         """Return weights `[trajectories, tokens]`; the arguments are those of `importance_ratio`."""
         ...
 
@@ -69,9 +69,9 @@ class TruncatedWeights(Correction):
     cap: Positive = 2.0
     level: Level = Level.TOKEN
 
-    def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
+    def __call__(self, trainer: Tensor, rollout: Tensor, turn: Tensor) -> Tensor:
         """Return weights `[trajectories, tokens]`."""
-        return importance_ratio(trainer, behavior, turn, level=self.level).clamp(max=self.cap)
+        return importance_ratio(trainer, rollout, turn, level=self.level).clamp(max=self.cap)
 
 
 @checked
@@ -85,7 +85,7 @@ class MaskedWeights(Correction):
     high: Annotated[float, Gt(1)] = 2.0
     level: Level = Level.TOKEN
 
-    def __call__(self, trainer: Tensor, behavior: Tensor, turn: Tensor) -> Tensor:
+    def __call__(self, trainer: Tensor, rollout: Tensor, turn: Tensor) -> Tensor:
         """Return weights `[trajectories, tokens]`."""
-        ratio = importance_ratio(trainer, behavior, turn, level=self.level)
+        ratio = importance_ratio(trainer, rollout, turn, level=self.level)
         return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, 0.0)

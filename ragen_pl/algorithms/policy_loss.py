@@ -43,7 +43,7 @@ class SurrogateLoss:
 
 def clipped_surrogate(
     logprobs: Tensor,
-    behavior_logprobs: Tensor,
+    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -60,7 +60,7 @@ def clipped_surrogate(
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behavior_logprobs: `[batch, time]`, of the behavior policy.
+        old_logprobs: `[batch, time]`, before the update.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
         clip_low: distance of the lower bound from 1.
@@ -77,7 +77,7 @@ def clipped_surrogate(
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"found dual_clip={dual_clip}, expected above 1; set 3.0, or None for off")
     mask = mask.bool()
-    log_ratio = torch.where(mask, logprobs.float() - behavior_logprobs.float(), 0.0)
+    log_ratio = torch.where(mask, logprobs.float() - old_logprobs.float(), 0.0)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     advantages, ratio = torch.where(mask, advantages.float(), 0.0), log_ratio.exp()
     free = -advantages * ratio
@@ -145,7 +145,7 @@ class PolicyLoss:
     def __call__(
         self,
         logprobs: Tensor,
-        behavior_logprobs: Tensor,
+        old_logprobs: Tensor,
         advantages: Tensor,
         mask: Tensor,
         *,
@@ -155,12 +155,12 @@ class PolicyLoss:
 
         Args:
             logprobs: `[batch, time]`, of the policy being trained.
-            behavior_logprobs: `[batch, time]`, of the behavior policy.
+            old_logprobs: `[batch, time]`, before the update.
             advantages: `[batch, time]`.
             mask: bool `[batch, time]`.
             turn: int64 `[batch, time]`, -1 off the sampled tokens.
         """
         bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         return clipped_surrogate(
-            logprobs, behavior_logprobs, advantages, mask, dual_clip=self.dual_clip, **bounds
+            logprobs, old_logprobs, advantages, mask, dual_clip=self.dual_clip, **bounds
         )

@@ -47,7 +47,7 @@ def mean_over_response(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
 
 def sequence_surrogate(
     logprobs: Tensor,
-    behavior_logprobs: Tensor,
+    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     turn: Tensor,
@@ -62,7 +62,7 @@ def sequence_surrogate(
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behavior_logprobs: `[batch, time]`, of the behavior policy.
+        old_logprobs: `[batch, time]`, before the update.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
         turn: int64 `[batch, time]`, the response of each token.
@@ -75,7 +75,7 @@ def sequence_surrogate(
     tensor([[-1.1052, -1.1052]])
     """
     mask = mask.bool()
-    log_ratio = torch.where(mask, logprobs.float() - behavior_logprobs.float(), 0.0)
+    log_ratio = torch.where(mask, logprobs.float() - old_logprobs.float(), 0.0)
     of_response = mean_over_response(log_ratio.detach(), mask, turn)
     own = torch.where(mask, logprobs.float() - logprobs.detach().float(), 0.0)
     bounds = {"clip_low": clip_low, "clip_high": clip_high}
@@ -102,7 +102,7 @@ class SequencePolicyLoss(PolicyLoss):
     def __call__(
         self,
         logprobs: Tensor,
-        behavior_logprobs: Tensor,
+        old_logprobs: Tensor,
         advantages: Tensor,
         mask: Tensor,
         *,
@@ -110,12 +110,12 @@ class SequencePolicyLoss(PolicyLoss):
     ) -> SurrogateLoss:
         """Apply `sequence_surrogate` to the tokens of the mask."""
         bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        return sequence_surrogate(logprobs, behavior_logprobs, advantages, mask, turn, **bounds)
+        return sequence_surrogate(logprobs, old_logprobs, advantages, mask, turn, **bounds)
 
 
 def cispo(
     logprobs: Tensor,
-    behavior_logprobs: Tensor,
+    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -128,7 +128,7 @@ def cispo(
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behavior_logprobs: `[batch, time]`, of the behavior policy.
+        old_logprobs: `[batch, time]`, before the update.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
         clip_low: distance of the lower bound from 1; 1 for none.
@@ -140,7 +140,7 @@ def cispo(
     """
     mask = mask.bool()
     inside = torch.where(mask, logprobs.float(), 0.0)
-    log_ratio = torch.where(mask, inside.detach() - behavior_logprobs.float(), 0.0)
+    log_ratio = torch.where(mask, inside.detach() - old_logprobs.float(), 0.0)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio, advantages = log_ratio.exp(), torch.where(mask, advantages.float(), 0.0)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -168,7 +168,7 @@ class ClippedWeightLoss(PolicyLoss):
     def __call__(
         self,
         logprobs: Tensor,
-        behavior_logprobs: Tensor,
+        old_logprobs: Tensor,
         advantages: Tensor,
         mask: Tensor,
         *,
@@ -176,7 +176,7 @@ class ClippedWeightLoss(PolicyLoss):
     ) -> SurrogateLoss:
         """Apply `cispo` to the tokens of the mask."""
         bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        return cispo(logprobs, behavior_logprobs, advantages, mask, **bounds)
+        return cispo(logprobs, old_logprobs, advantages, mask, **bounds)
 
 
 class Divergence(StrEnum):
@@ -194,7 +194,7 @@ class Unit(StrEnum):
     SEQUENCE = "sequence"
 
 
-def binary_divergence(logprobs: Tensor, behavior_logprobs: Tensor, *, how: Divergence) -> Tensor:
+def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, *, how: Divergence) -> Tensor:
     """Return the divergence of the behavior policy from the policy, estimated from the sampled tokens.
 
     With p the policy's probability of a token and q that of the behavior policy, `|p - q|` (tv) or
@@ -203,7 +203,7 @@ def binary_divergence(logprobs: Tensor, behavior_logprobs: Tensor, *, how: Diver
 
     Args:
         logprobs: any shape, of the policy.
-        behavior_logprobs: same shape, of the behavior policy.
+        old_logprobs: same shape, before the update.
         how: the divergence.
 
     Returns:
@@ -214,7 +214,7 @@ def binary_divergence(logprobs: Tensor, behavior_logprobs: Tensor, *, how: Diver
     tensor([0.1000, 0.0000])
     """
     # 1 - p is 0 in float32 for a token that is all but certain
-    new, old = logprobs.double().clamp(max=-1e-12), behavior_logprobs.double().clamp(max=-1e-12)
+    new, old = logprobs.double().clamp(max=-1e-12), old_logprobs.double().clamp(max=-1e-12)
     if how is Divergence.TV:
         return (new.exp() - old.exp()).abs().float()
     other_new, other_old = -torch.expm1(new), -torch.expm1(old)
@@ -224,7 +224,7 @@ def binary_divergence(logprobs: Tensor, behavior_logprobs: Tensor, *, how: Diver
 
 def divergence_masked(
     logprobs: Tensor,
-    behavior_logprobs: Tensor,
+    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     turn: Tensor,
@@ -243,7 +243,7 @@ def divergence_masked(
 
     Args:
         logprobs: `[batch, time]`, of the policy being trained.
-        behavior_logprobs: `[batch, time]`, of the behavior policy.
+        old_logprobs: `[batch, time]`, before the update.
         advantages: `[batch, time]`.
         mask: bool `[batch, time]`.
         turn: int64 `[batch, time]`, the response of each token.
@@ -258,7 +258,7 @@ def divergence_masked(
     tensor([[-4.0000,  0.0000, -1.1250]])
     """
     mask = mask.bool()
-    inside, old = (torch.where(mask, each.float(), 0.0) for each in (logprobs, behavior_logprobs))
+    inside, old = (torch.where(mask, each.float(), 0.0) for each in (logprobs, old_logprobs))
     new = inside.detach()
     log_ratio, distance = new - old, binary_divergence(new, old, how=divergence)
     token = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -309,7 +309,7 @@ class DivergencePolicyLoss(PolicyLoss):
     def __call__(
         self,
         logprobs: Tensor,
-        behavior_logprobs: Tensor,
+        old_logprobs: Tensor,
         advantages: Tensor,
         mask: Tensor,
         *,
@@ -318,7 +318,7 @@ class DivergencePolicyLoss(PolicyLoss):
         """Apply `divergence_masked` to the tokens of the mask."""
         return divergence_masked(
             logprobs,
-            behavior_logprobs,
+            old_logprobs,
             advantages,
             mask,
             turn,

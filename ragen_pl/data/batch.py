@@ -49,8 +49,12 @@ class Samples:
     """int8 `[rows, time]`, a `Span` on sampled tokens, 0 elsewhere."""
     text: Tensor
     """int8 `[rows, time]`, a `Role` on the environment's text that follows a response and is predicted, 0 elsewhere."""
-    behavior_logprobs: Tensor
-    """float32 `[rows, time]`."""
+    rollout_logprobs: Tensor
+    """float32 `[rows, time]`, of the sampled tokens under the distribution sampled from, as the engine gave them; 0
+    elsewhere."""
+    old_logprobs: Tensor
+    """float32 `[rows, time]`, log-probs before the update, which the policy's loss takes its ratio to. They are the
+    trainer's on shown text and with `algorithm.loss.mismatch`, else `rollout_logprobs`."""
     temperature: Tensor
     """float32 `[rows, time]`, sampling temperature of a token, 1 elsewhere."""
     image_index: Tensor
@@ -100,7 +104,8 @@ class Samples:
             token=torch.where(sampled, number, -1),
             spans=sampled.to(torch.int8),
             text=torch.zeros(input_ids.shape, dtype=torch.int8),
-            behavior_logprobs=zeros,
+            rollout_logprobs=zeros,
+            old_logprobs=zeros,
             temperature=torch.ones(input_ids.shape),
             image_index=image_index,
             patches=torch.zeros(rows, 0, 0, dtype=torch.bool),
@@ -179,7 +184,7 @@ class TrajectoryBatch:
     """The reference policy's log-probs of the sampled tokens, float32 `[tokens]`, or its states `[tokens, hidden]`."""
     entropy: float = 0.0
     """Mean over the trained tokens before the update, nats."""
-    kept: KeptIds | None = None
+    kept_ids: KeptIds | None = None
     """Ids that sampling kept at the sampled tokens, by `samples.token`; None for all."""
     has_values: bool = False
     """Whether the engine has read `samples.values`, at all sampled tokens."""
@@ -192,25 +197,39 @@ class TrajectoryBatch:
         state["samples"] = _tensors(self.samples)
         state["episodes"] = _tensors(self.episodes)
         state["final"] = None if self.final is None else _tensors(self.final)
-        state["kept"] = None if self.kept is None else _tensors(self.kept)
+        state["kept_ids"] = None if self.kept_ids is None else _tensors(self.kept_ids)
         return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """Return the batch of a `state_dict`."""
-        final, kept = state["final"], state.get("kept")
+        final = state["final"]
         parts = {
-            "samples": Samples(**_with_text(state["samples"])),
+            "samples": _samples(state["samples"]),
             "episodes": Episodes(**_with_later_columns(state["episodes"])),
-            "final": None if final is None else Samples(**_with_text(final)),
-            "kept": None if kept is None else KeptIds(**kept),
+            "final": None if final is None else _samples(final),
         }
-        return cls(**{**state, **parts})
+        return cls(**{**_current(state), **parts})
 
 
-def _with_text(samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns of samples; in a checkpoint of an earlier version no text is predicted."""
-    return {"text": torch.zeros_like(samples["spans"]), **samples}
+def _samples(columns: Mapping[str, Tensor]) -> Samples:
+    """Return the samples of a state; in one of an earlier version no text is predicted, and log-probs were one column.
+
+    That column held what is now `old_logprobs`. The engine's are read before an update only.
+    """
+    current = {"text": torch.zeros_like(columns["spans"]), **columns}
+    if (former := current.pop("behavior_logprobs", None)) is not None:
+        current |= {"rollout_logprobs": former, "old_logprobs": former}
+    return Samples(**current)
+
+
+def _current(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the ids that sampling kept; in one of an earlier version they have another name, or lack."""
+    current = {"kept_ids": state.get("kept"), **state}
+    current.pop("kept", None)
+    if current["kept_ids"] is not None:
+        current["kept_ids"] = KeptIds(**current["kept_ids"])
+    return current
 
 
 def _with_later_columns(episodes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -259,7 +278,7 @@ class Minibatch:
     """Whether the optimizer takes its step after this minibatch."""
     scale: float
     """Factor of the local sum; with it, what DDP averages is the global mean."""
-    kept: KeptIds | None = None
+    kept_ids: KeptIds | None = None
     """Ids that sampling kept at the sampled tokens, row after row; None for all."""
     text_tokens: Tensor = field(default_factory=lambda: torch.ones(()))
     """float32 `[]`, tokens of the environment's text that are predicted."""
@@ -274,18 +293,13 @@ class Minibatch:
     def state_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of tensors and numbers."""
         state = {each.name: getattr(self, each.name) for each in fields(self)}
-        kept = None if self.kept is None else _tensors(self.kept)
-        return state | {"samples": _tensors(self.samples), "kept": kept}
+        kept_ids = None if self.kept_ids is None else _tensors(self.kept_ids)
+        return state | {"samples": _tensors(self.samples), "kept_ids": kept_ids}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """Return the minibatch of a `state_dict`."""
-        kept = state.get("kept")
-        parts = {
-            "samples": Samples(**_with_text(state["samples"])),
-            "kept": None if kept is None else KeptIds(**kept),
-        }
-        return cls(**{**state, **parts})
+        return cls(**{**_current(state), "samples": _samples(state["samples"])})
 
 
 @dataclass(frozen=True, slots=True)

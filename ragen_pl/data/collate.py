@@ -155,7 +155,7 @@ def collate(
         episodes=_episodes(kept, [weight for _, weight in pairs], terms),
         images=images.tensors(),
         final=final_samples,
-        kept=sampled_from,
+        kept_ids=sampled_from,
         terms=tuple(terms),
         has_values=all(
             turn.response_values is not None for draft in drafts for _, _, turn in draft.responses
@@ -267,7 +267,8 @@ def _samples(drafts: Sequence[_Draft], images: _ImageStore, bundle: ModelBundle)
         token=torch.from_numpy(token),
         spans=torch.from_numpy(spans),
         text=torch.zeros(shape, dtype=torch.int8),
-        behavior_logprobs=torch.from_numpy(logprobs),
+        rollout_logprobs=torch.from_numpy(logprobs),
+        old_logprobs=torch.from_numpy(logprobs.copy()),
         temperature=torch.from_numpy(temperature),
         image_index=torch.from_numpy(image_index),
         patches=_patches(drafts, max_images, bundle),

@@ -241,7 +241,7 @@ class RolloutDataModule(MinibatchDataModule):
             )
         self._ahead.drop()
         truncation = self.proxy.truncation
-        if truncation is not None and batch.kept is None and len(batch.samples):
+        if truncation is not None and batch.kept_ids is None and len(batch.samples):
             name = type(self._engine).__name__
             raise RolloutError(kept_ids_problem(name, truncation))
         if not self._is_last(iteration):

@@ -175,12 +175,12 @@ class MinibatchLoader:
         """Return one of the minibatches, counted from 0; the position stays."""
         part, batch = self._plan[number], self.batch
         samples = _selected(batch.samples, part)
-        reference, kept = batch.reference, batch.kept
+        reference, kept_ids = batch.reference, batch.kept_ids
         tokens = samples.token[samples.turn >= 0]
         if reference is not None:
             reference = reference[tokens]
-        if kept is not None:
-            kept = kept.select(tokens)
+        if kept_ids is not None:
+            kept_ids = kept_ids.select(tokens)
         counts = self._counts[number // self.accumulate]
         loss_tokens, value_tokens, kl_tokens, text_tokens, sequences, episodes = counts
         return Minibatch(
@@ -188,7 +188,7 @@ class MinibatchLoader:
             images=_keep_own_images(samples, batch.images),
             reference=reference,
             entropy=batch.entropy,
-            kept=kept,
+            kept_ids=kept_ids,
             loss_tokens=loss_tokens,
             value_tokens=value_tokens,
             kl_tokens=kl_tokens,

@@ -55,7 +55,7 @@ from ragen_pl.environments.slot import EpisodeSpec
 from ragen_pl.modules.credit import assign_credit
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.losses import UpdateLoss
-from ragen_pl.modules.masking import Masks, token_masks
+from ragen_pl.modules.masking import Masks, compute_token_masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.prompts.context import ContextManager
@@ -374,11 +374,11 @@ def _advantages(
         log.info("%s is left out: its masks need more than the sampled tokens", name)
         return None
     layout = CreditLayout.of(batch)
-    kept = token_masks(batch, layout, masks, kl=None)
+    token_masks = compute_token_masks(batch, layout, masks, kl=None)
     estimates = assign_credit(
-        batch, layout, kept, estimator, whiten_advantages=False, normalizer=normalizer
+        batch, layout, token_masks, estimator, whiten_advantages=False, normalizer=normalizer
     )
-    turn = torch.where(kept.loss, layout.turn, -1)
+    turn = torch.where(token_masks.loss, layout.turn, -1)
     means = []
     for effect in effects:
         of_turn = estimates.advantages[effect.episode][turn[effect.episode] == effect.turn].double()

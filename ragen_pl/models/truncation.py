@@ -100,7 +100,9 @@ class Truncation:
         dropped = torch.zeros_like(dropped).scatter_(-1, ids, dropped)
         return torch.log_softmax(log_probs.masked_fill(dropped, BANNED), dim=-1)
 
-    def kept_by_engine(self, log_probs: Tensor, tokens: Tensor, behavior: Tensor) -> KeptIds:
+    def kept_by_engine(
+        self, log_probs: Tensor, tokens: Tensor, rollout_logprobs: Tensor
+    ) -> KeptIds:
         """Return the ids that an engine kept when it sampled these tokens, the tokens among them.
 
         Engine and trainer round otherwise, so an id at the limit may be kept by one and dropped by the other. Of the
@@ -110,17 +112,19 @@ class Truncation:
         Args:
             log_probs: `[tokens, vocab]` after temperature and bans.
             tokens: int64 `[tokens]`, sampled ids.
-            behavior: `[tokens]`, the engine's log-probs; NaN for a token that was not sampled, which keeps all.
+            rollout_logprobs: `[tokens]`, the engine's log-probs; NaN for a token that was not sampled, which keeps all.
         """
         parts = [
             self._kept_by_engine(*part)
             for part in zip(
-                *(each.split(_ROWS) for each in (log_probs, tokens, behavior)), strict=True
+                *(each.split(_ROWS) for each in (log_probs, tokens, rollout_logprobs)), strict=True
             )
         ]
         return KeptIds.join(parts) if parts else KeptIds.all_of(0, device=log_probs.device)
 
-    def _kept_by_engine(self, log_probs: Tensor, tokens: Tensor, behavior: Tensor) -> KeptIds:
+    def _kept_by_engine(
+        self, log_probs: Tensor, tokens: Tensor, rollout_logprobs: Tensor
+    ) -> KeptIds:
         ordered, ids = log_probs.exp().sort(dim=-1, descending=True, stable=True)
         places = torch.arange(ordered.shape[1], device=ordered.device)
         min_kept = self.counts(ordered, slack=-_SLACK)[:, None]
@@ -136,12 +140,12 @@ class Truncation:
         token = ordered.gather(-1, own).double()
         # probability of the first ids and the token, by the number of these ids less one
         mass = ordered.cumsum(-1, dtype=torch.float64) + torch.where(places < own, token, 0.0)
-        wanted = token.log() - behavior.double()[:, None]
+        wanted = token.log() - rollout_logprobs.double()[:, None]
         # infinite where the trainer's probability of the token is 0
         distance = (mass.log() - wanted).abs().nan_to_num(posinf=torch.finfo(torch.float64).max)
         possible = (places >= min_kept.clamp(min=1) - 1) & (places < max_kept)
         last = distance.masked_fill_(~possible, torch.inf).argmin(-1, keepdim=True)
-        inside = ((places <= last) | (places == own)) & ~behavior.isnan()[:, None]
+        inside = ((places <= last) | (places == own)) & ~rollout_logprobs.isnan()[:, None]
         return KeptIds(ids=ids[inside].int(), ends=inside.sum(-1).cumsum(0))
 
 

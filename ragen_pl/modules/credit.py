@@ -26,7 +26,7 @@ from ragen_pl.modules.reference import divergence
 def kl_penalty(
     samples: Samples,
     layout: CreditLayout,
-    kept: TokenMasks,
+    token_masks: TokenMasks,
     scores: TokenScores,
     reference: Tensor | None,
     loss: UpdateLoss,
@@ -36,13 +36,13 @@ def kl_penalty(
     Args:
         samples: Samples that were scored.
         layout: Credit layout of the batch.
-        kept: Masks of the tokens.
+        token_masks: Masks of the tokens.
         scores: Scores of the policy.
         reference: Log-probs of the reference by token number, or its states if `scores` hold the divergence; None
             without a penalty.
         loss: Loss with the settings of the penalty.
     """
-    if loss.kl is None or kept.kl is None or reference is None:
+    if loss.kl is None or token_masks.kl is None or reference is None:
         return None
     of_samples = reference
     if scores.kl is None:
@@ -50,13 +50,13 @@ def kl_penalty(
     kl = layout.gather(divergence(scores, samples, of_samples, estimator=loss.kl.estimator))
     if loss.kl.bound is not None:
         kl = kl.clamp(-loss.kl.bound, loss.kl.bound)
-    return loss.kl.coefficient * torch.where(kept.kl, kl, 0.0)
+    return loss.kl.coefficient * torch.where(token_masks.kl, kl, 0.0)
 
 
 def assign_credit(
     batch: TrajectoryBatch,
     layout: CreditLayout,
-    kept: TokenMasks,
+    token_masks: TokenMasks,
     estimator: Estimator,
     *,
     whiten_advantages: bool,
@@ -70,7 +70,7 @@ def assign_credit(
     Args:
         batch: Trajectories with values.
         layout: Credit layout of the batch.
-        kept: Masks of the tokens.
+        token_masks: Masks of the tokens.
         estimator: Estimator of advantages and returns.
         whiten_advantages: Whiten over all trained tokens of all ranks.
         normalizer: Normalizer of the episodes' returns.
@@ -92,11 +92,11 @@ def assign_credit(
             turn_rewards, f"algorithm.normalize: the rewards of {class_path(normalizer)}"
         )
     rewards, returns = (
-        place_turn_rewards(turn_rewards, layout.turn, kept.advantage),
+        place_turn_rewards(turn_rewards, layout.turn, token_masks.advantage),
         turn_rewards.sum(1),
     )
     if penalty is not None:
-        rewards = rewards - carry_into_mask(penalty, kept.advantage, layout.turn)
+        rewards = rewards - carry_into_mask(penalty, token_masks.advantage, layout.turn)
         returns = returns - penalty.sum(1)
     if center is not None:
         returns = returns - center
@@ -105,8 +105,8 @@ def assign_credit(
     credit = Credit(
         rewards=rewards,
         values=layout.gather(batch.samples.values),
-        advantage_mask=kept.advantage,
-        loss_mask=kept.loss,
+        advantage_mask=token_masks.advantage,
+        loss_mask=token_masks.loss,
         turn=layout.turn,
         group=episodes.group,
         bootstrap=episodes.bootstrap,
@@ -123,7 +123,9 @@ def assign_credit(
     require_finite(estimates.advantages, f"algorithm.estimator: the advantages of {name}")
     require_finite(estimates.returns, f"algorithm.estimator: the returns of {name}")
     if whiten_advantages:
-        estimates.advantages = whiten(estimates.advantages, kept.loss, all_reduce=sum_over_ranks)
+        estimates.advantages = whiten(
+            estimates.advantages, token_masks.loss, all_reduce=sum_over_ranks
+        )
     estimates.advantages = estimates.advantages * episodes.weight[:, None]
     return estimates
 
@@ -153,9 +155,9 @@ def _bootstrapped(batch: TrajectoryBatch) -> Tensor:
 
 
 def write_credit(
-    samples: Samples, layout: CreditLayout, kept: TokenMasks, estimates: Advantages
+    samples: Samples, layout: CreditLayout, token_masks: TokenMasks, estimates: Advantages
 ) -> None:
     """Set the masks, advantages and returns of the samples."""
-    kept.write(samples, layout)
+    token_masks.write(samples, layout)
     samples.advantages = layout.scatter(estimates.advantages, like=samples.advantages)
     samples.returns = layout.scatter(estimates.returns, like=samples.returns)

@@ -216,7 +216,7 @@ def score_together(
     reference: ReferenceStates | None = None,
     microbatches: Sequence[Tensor] | None = None,
     entropy_gradient: bool = False,
-    kept: KeptIds | None = None,
+    kept_ids: KeptIds | None = None,
     truncation: Truncation | None = None,
     text: bool = False,
 ) -> TokenScores:
@@ -230,7 +230,7 @@ def score_together(
         reference: Reference's states, see `TokenReadout`.
         microbatches: Rows that are computed together; all by default.
         entropy_gradient: Whether the entropy has a gradient.
-        kept: Ids that sampling kept, see `TokenReadout`.
+        kept_ids: Ids that sampling kept, see `TokenReadout`.
         truncation: Truncation of the engine, see `TokenReadout`.
         text: Whether the environment's text is scored too, see `TokenReadout`.
     """
@@ -240,7 +240,7 @@ def score_together(
         reference=reference,
         entropy_gradient=entropy_gradient,
         logits_mib=policy.logits_mib,
-        kept=kept,
+        kept_ids=kept_ids,
         truncation=truncation,
         text=text,
     )

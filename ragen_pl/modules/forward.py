@@ -276,13 +276,13 @@ def tokens_per_chunk(bundle: ModelBundle, logits_mib: float) -> int:
 
 
 @torch.no_grad()
-def kept_ids(
+def find_kept_ids(
     bundle: ModelBundle,
     hidden: Tensor,
     tokens: Tensor,
     *,
     temperature: Tensor,
-    behavior: Tensor,
+    rollout_logprobs: Tensor,
     truncation: Truncation,
     chunk: int,
 ) -> KeptIds:
@@ -293,12 +293,12 @@ def kept_ids(
         hidden: `[tokens, hidden]`.
         tokens: int64 `[tokens]`.
         temperature: `[tokens]`.
-        behavior: `[tokens]`, the engine's log-probs; NaN for a token that was not sampled, which keeps all.
+        rollout_logprobs: `[tokens]`, the engine's log-probs; NaN for a token that was not sampled, which keeps all.
         truncation: Truncation of the engine.
         chunk: Number of tokens whose logits are computed at a time.
     """
     parts = []
-    columns = (hidden, tokens, temperature, behavior)
+    columns = (hidden, tokens, temperature, rollout_logprobs)
     for part in zip(*(each.split(chunk) for each in columns), strict=True):
         states, ids, temperatures, logprobs = part
         log_probs = bundle.log_probs(states, temperature=temperatures[:, None])

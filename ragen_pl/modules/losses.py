@@ -414,7 +414,7 @@ class UpdateLoss:
         samples, non_padding = batch.samples, batch.non_padding
         mask, weight = samples.loss_mask & non_padding, samples.loss_weight * non_padding
         surrogate = self.policy(
-            scores.logprobs, samples.behavior_logprobs, samples.advantages, mask, turn=samples.turn
+            scores.logprobs, samples.old_logprobs, samples.advantages, mask, turn=samples.turn
         )
         average: dict[str, Any] = {
             "how": self.policy.aggregation,

@@ -167,7 +167,7 @@ class TokenMasks:
             samples.kl_mask = layout.scatter(self.kl, like=samples.loss_mask)
 
 
-def token_masks(
+def compute_token_masks(
     batch: TrajectoryBatch, layout: CreditLayout, masks: Masks, *, kl: Mask | None
 ) -> TokenMasks:
     """Compute the loss, advantage and KL masks from the spans of the tokens.

@@ -28,7 +28,7 @@ from ragen_pl.modules.forward import (
     Readout,
     ReferenceStates,
     SampledStates,
-    kept_ids,
+    find_kept_ids,
     sampled_states,
     score_states,
     tokens_per_chunk,
@@ -59,7 +59,7 @@ class TokenScores(NamedTuple):
     """V(s_t) of a critic."""
     kl: Tensor | None = None
     """KL(reference ‖ policy) or KL(policy ‖ reference) over the vocabulary."""
-    kept: KeptIds | None = None
+    kept_ids: KeptIds | None = None
     """Ids that the engine kept, by `samples.token`; None unless they were asked for."""
     text_logprobs: Tensor | None = None
     """Log-probs of `samples.text` over all ids, likewise; None unless they were asked for."""
@@ -208,7 +208,7 @@ class TokenReadout:
         reference: Reference's states of the sampled tokens by row and column, for the divergence over the vocabulary.
         entropy_gradient: Whether the entropy has a gradient, which takes memory.
         logits_mib: MiB of a chunk's float32 logits.
-        kept: Ids that sampling kept by row and column, to which the distributions are restricted; None for all.
+        kept_ids: Ids that sampling kept by row and column, to which the distributions are restricted; None for all.
         truncation: Truncation of the engine that sampled with the present weights: finds the ids that it kept and
             restricts the distributions to them; None for none.
         text: Whether the environment's text that is predicted is scored too.
@@ -218,7 +218,7 @@ class TokenReadout:
     reference: ReferenceStates | None = None
     entropy_gradient: bool = True
     logits_mib: float = LOGITS_MIB
-    kept: KeptIds | None = None
+    kept_ids: KeptIds | None = None
     truncation: Truncation | None = None
     text: bool = False
 
@@ -248,12 +248,12 @@ class TokenReadout:
             if reference is not None:
                 own = numbers[at].to(reference.hidden.device)
                 reference = replace(reference, hidden=reference.hidden[own])
-            kept = None
-            if self.kept is not None:
-                kept = self.kept.select(numbers[at]).to(states.hidden.device)
+            kept_ids = None
+            if self.kept_ids is not None:
+                kept_ids = self.kept_ids.select(numbers[at]).to(states.hidden.device)
             if self.truncation is not None:
-                kept = self._kept(bundle, samples, states, chunk=chunk)
-                found.append(kept.to(torch.device("cpu")))
+                kept_ids = self._find_kept_ids(bundle, samples, states, chunk=chunk)
+                found.append(kept_ids.to(torch.device("cpu")))
                 tokens.append(samples.token[at].cpu())
             scores = score_states(
                 bundle,
@@ -264,7 +264,7 @@ class TokenReadout:
                 recompute=recompute,
                 entropy_gradient=self.entropy_gradient,
                 reference=reference,
-                kept=kept,
+                kept=kept_ids,
             )
             if states.text is not None:
                 shown.append(states.text)
@@ -286,7 +286,7 @@ class TokenReadout:
             of_text = _placed(torch.cat(text_logprobs), at_text, samples)
         return TokenScores(
             **{name: _placed(torch.cat(part), index, samples) for name, part in parts.items()},
-            kept=_by_token(found, tokens) if found else None,
+            kept_ids=_by_token(found, tokens) if found else None,
             text_logprobs=of_text,
         )
 
@@ -306,19 +306,19 @@ class TokenReadout:
         )
         return scores.logprobs
 
-    def _kept(
+    def _find_kept_ids(
         self, bundle: ModelBundle, samples: Samples, states: SampledStates, *, chunk: int
     ) -> KeptIds:
         """Return the ids that the engine kept at the tokens of a microbatch; text that was shown keeps all."""
         assert self.truncation is not None
         at = (states.rows, states.columns)
         shown = samples.spans[at] == Span.SHOWN
-        return kept_ids(
+        return find_kept_ids(
             bundle,
             states.hidden,
             samples.input_ids[at],
             temperature=samples.temperature[at],
-            behavior=samples.behavior_logprobs[at].masked_fill(shown, torch.nan),
+            rollout_logprobs=samples.rollout_logprobs[at].masked_fill(shown, torch.nan),
             truncation=self.truncation,
             chunk=chunk,
         )

@@ -24,10 +24,10 @@ from ragen_pl.modules.credit import assign_credit, kl_penalty, write_credit
 from ragen_pl.modules.masking import (
     Masks,
     TokenMasks,
+    compute_token_masks,
     keep_important,
     keep_top_entropy,
     record_importance,
-    token_masks,
 )
 from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.modules.saliency import SaliencyReadout
@@ -113,20 +113,24 @@ def prepare_batch(
         loss.report_rows(rows=len(samples), episodes=len(batch.episodes.turns))
     if reference is None:
         reference = scorer.token_reference(
-            samples, batch.images, microbatches=microbatches, kept=batch.kept
+            samples, batch.images, microbatches=microbatches, kept_ids=batch.kept_ids
         )
 
     scorer.bootstrap(batch, tokens_per_forward=tokens_per_forward)
     _check_scores(batch, scores, reference)
 
-    kept = token_masks(batch, layout, masks, kl=None if loss.kl is None else loss.kl.mask)
+    token_masks = compute_token_masks(
+        batch, layout, masks, kl=None if loss.kl is None else loss.kl.mask
+    )
     if masks.importance is not None:
-        _narrow_by_importance(batch, layout, kept, masks, scorer.policy, microbatches, importance)
+        _narrow_by_importance(
+            batch, layout, token_masks, masks, scorer.policy, microbatches, importance
+        )
     penalty, of_text = None, dict[str, Tensor]()
     if scores is not None:
-        keep_top_entropy(kept, layout.gather(scores.entropy), fraction=masks.top_entropy)
+        keep_top_entropy(token_masks, layout.gather(scores.entropy), fraction=masks.top_entropy)
         if in_reward:
-            penalty = kl_penalty(samples, layout, kept, scores, reference, loss)
+            penalty = kl_penalty(samples, layout, token_masks, scores, reference, loss)
     if penalty is not None:
         require_finite(penalty, "algorithm.loss.kl: the penalties on the reward", remedy=_REMEDY)
     if scores is not None and scores.text_logprobs is not None and loss.echo is not None:
@@ -139,18 +143,18 @@ def prepare_batch(
     estimates = assign_credit(
         batch,
         layout,
-        kept,
+        token_masks,
         estimator,
         whiten_advantages=loss.whiten,
         normalizer=normalizer,
         penalty=penalty,
     )
     if correction is not None and scores is not None:
-        behavior = layout.gather(samples.behavior_logprobs)
-        weight = correction(layout.gather(scores.logprobs), behavior, layout.turn)
+        rollout = layout.gather(samples.rollout_logprobs)
+        weight = correction(layout.gather(scores.logprobs), rollout, layout.turn)
         require_finite(weight, f"algorithm.loss.mismatch: the weights of {class_path(correction)}")
         estimates.advantages = estimates.advantages * weight
-    write_credit(samples, layout, kept, estimates)
+    write_credit(samples, layout, token_masks, estimates)
 
     statistics = PreparationStatistics().to(samples.returns.device)
     statistics.update(of_text)
@@ -160,8 +164,7 @@ def prepare_batch(
         return statistics
     add_scores(statistics, samples, scores)
     if correction is not None:
-        # the ratio of the loss is taken to the trainer's own log-probs before the update
-        samples.behavior_logprobs = torch.where(samples.turn >= 0, scores.logprobs, 0.0)
+        samples.old_logprobs = torch.where(samples.turn >= 0, scores.logprobs, 0.0)
     batch.entropy = _mean_over_ranks(scores.entropy[samples.loss_mask].double())
     return statistics
 
@@ -176,17 +179,16 @@ def _score(
         batch.images,
         microbatches=microbatches,
         reference=scorer.reference_states(reference),
-        kept=batch.kept,
+        kept_ids=batch.kept_ids,
     )
     if scores.values is not None:
         samples.values = scores.values
-    if scores.kept is not None:
-        batch.kept = scores.kept
-    if batch.kept is not None:
-        _check_kept_size(batch.kept)
-    # shown text was not sampled: its log-probs before the update serve as those of the behavior policy
+    if scores.kept_ids is not None:
+        batch.kept_ids = scores.kept_ids
+    if batch.kept_ids is not None:
+        _check_kept_size(batch.kept_ids)
     shown = samples.spans == Span.SHOWN
-    samples.behavior_logprobs = torch.where(shown, scores.logprobs, samples.behavior_logprobs)
+    samples.old_logprobs = torch.where(shown, scores.logprobs, samples.old_logprobs)
     return scores
 
 
@@ -196,7 +198,7 @@ def _check_scores(
     """Check the models' values for the sampled tokens, before anything is estimated from them."""
     samples, sampled = batch.samples, batch.samples.sampled
     require_finite(
-        samples.behavior_logprobs[sampled],
+        samples.rollout_logprobs[sampled],
         "rollout.engine: the sampled log-probs",
         remedy="check the engine",
     )
@@ -219,7 +221,7 @@ def _check_scores(
 def _narrow_by_importance(
     batch: TrajectoryBatch,
     layout: CreditLayout,
-    kept: TokenMasks,
+    token_masks: TokenMasks,
     masks: Masks,
     policy: PolicyModule,
     microbatches: list[Tensor],
@@ -234,10 +236,10 @@ def _narrow_by_importance(
             microbatches=microbatches,
             readout=SaliencyReadout(logits_mib=policy.logits_mib),
         )
-    before = layout.scatter(kept.loss, like=samples.loss_mask)
-    keep_important(kept, scores, batch, layout, keep=masks.importance)
+    before = layout.scatter(token_masks.loss, like=samples.loss_mask)
+    keep_important(token_masks, scores, batch, layout, keep=masks.importance)
     if statistics is not None:
-        after = layout.scatter(kept.loss, like=samples.loss_mask)
+        after = layout.scatter(token_masks.loss, like=samples.loss_mask)
         token = policy.bundle.image_token_id
         record_importance(
             statistics, samples, scores, before=before, after=after, image_token=token
@@ -254,11 +256,11 @@ def _nll_by_role(samples: Samples, logprobs: Tensor) -> dict[str, Tensor]:
     return sums
 
 
-def _check_kept_size(kept: KeptIds) -> None:
-    size = kept.nbytes / 2**30
+def _check_kept_size(kept_ids: KeptIds) -> None:
+    size = kept_ids.nbytes / 2**30
     if size > KEPT_GIB:
         raise RolloutError(
-            f"rollout.top_p: the ids that sampling kept at {len(kept)} tokens take {size:.0f} GiB, more than "
+            f"rollout.top_p: the ids that sampling kept at {len(kept_ids)} tokens take {size:.0f} GiB, more than "
             f"{KEPT_GIB:.0f}; set rollout.top_k=1000, or a smaller rollout.groups"
         )
 
@@ -290,7 +292,7 @@ def add_scores(statistics: PreparationStatistics, samples: Samples, scores: Toke
     """Add log-probs and entropies by the weights that the update begins with to the statistics of this rank."""
     # text that was shown has no log-probs of the engine
     sampled = samples.sampled & (samples.spans != Span.SHOWN)
-    delta = (scores.logprobs.detach() - samples.behavior_logprobs)[sampled].double()
+    delta = (scores.logprobs.detach() - samples.rollout_logprobs)[sampled].double()
     # on a GPU, sums by index depend on the order of threads
     turn, size = samples.turn[sampled].clamp(max=TURNS).cpu(), TURNS + 1
     by_turn = {

@@ -47,7 +47,7 @@ class Scorer:
         *,
         microbatches: list[Tensor],
         reference: ReferenceStates | None = None,
-        kept: KeptIds | None = None,
+        kept_ids: KeptIds | None = None,
     ) -> TokenScores:
         """Return log-probs and, with a critic, values of the sampled tokens.
 
@@ -56,8 +56,8 @@ class Scorer:
             images: Images that `samples.image_index` refers to.
             microbatches: Rows that are computed together.
             reference: The reference's states, see `TokenReadout`.
-            kept: Ids that sampling kept, by token number. Without them, those that the present weights keep are found
-                and returned too.
+            kept_ids: Ids that sampling kept, by token number. Without them, those that the present weights keep are
+                found and returned too.
         """
         return score_together(
             self.policy,
@@ -66,8 +66,8 @@ class Scorer:
             images,
             reference=reference,
             microbatches=microbatches,
-            kept=_by_place(kept, samples),
-            truncation=self.truncation if kept is None else None,
+            kept_ids=_by_place(kept_ids, samples),
+            truncation=self.truncation if kept_ids is None else None,
             text=self.loss.echo is not None,
         )
 
@@ -81,7 +81,7 @@ class Scorer:
             microbatches=batch.microbatches,
             reference=self.reference_states(batch.reference),
             entropy_gradient=self.loss.entropy_weight(batch.entropy) != 0,
-            kept=batch.kept,
+            kept_ids=batch.kept_ids,
             text=self.loss.trains_text,
         )
 
@@ -141,7 +141,7 @@ class Scorer:
         images: Sequence[Tensor],
         *,
         microbatches: list[Tensor],
-        kept: KeptIds | None,
+        kept_ids: KeptIds | None,
     ) -> Tensor | None:
         """Return the reference's log-probs by token number, `[tokens]`, for a divergence estimated from them.
 
@@ -151,13 +151,15 @@ class Scorer:
             samples: Sequences.
             images: Images that `samples.image_index` refers to.
             microbatches: Rows that are computed together.
-            kept: Ids that sampling kept, by token number.
+            kept_ids: Ids that sampling kept, by token number.
         """
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
         if self.loss.reads_reference_head:
             return None
-        readout = TokenReadout(logits_mib=self.policy.logits_mib, kept=_by_place(kept, samples))
+        readout = TokenReadout(
+            logits_mib=self.policy.logits_mib, kept_ids=_by_place(kept_ids, samples)
+        )
         scores: TokenScores = self.reference(
             samples, images, microbatches=microbatches, readout=readout
         )
@@ -167,9 +169,9 @@ class Scorer:
         return result
 
 
-def _by_place(kept: KeptIds | None, samples: Samples) -> KeptIds | None:
+def _by_place(kept_ids: KeptIds | None, samples: Samples) -> KeptIds | None:
     """Return kept ids by row and column."""
-    return None if kept is None else kept.select(samples.token[samples.turn >= 0])
+    return None if kept_ids is None else kept_ids.select(samples.token[samples.turn >= 0])
 
 
 def _check_reference_size(samples: Samples, bundle: ModelBundle, kl: ReferenceKL) -> None:

@@ -289,8 +289,8 @@ def _logprobs(bundle: ModelBundle, logits: Tensor, response: CheckedResponse) ->
     log_probs = log_distribution(logits, banned=bundle.banned(logits.device))
     tokens = torch.from_numpy(response.ids).to(logits.device)
     if response.truncation is not None and response.logprobs is not None:
-        behavior = torch.from_numpy(response.logprobs).to(logits.device)
-        kept = response.truncation.kept_by_engine(log_probs, tokens, behavior)
+        rollout_logprobs = torch.from_numpy(response.logprobs).to(logits.device)
+        kept = response.truncation.kept_by_engine(log_probs, tokens, rollout_logprobs)
         log_probs = torch.log_softmax(kept.drop_others(log_probs), dim=-1)
     return log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 

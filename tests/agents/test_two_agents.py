@@ -10,7 +10,7 @@ from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
 from ragen_pl.modules.credit import assign_credit
-from ragen_pl.modules.masking import Masks, token_masks
+from ragen_pl.modules.masking import Masks, compute_token_masks
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_credit_is_conserved_over_two_agents(monkeypatch, says, report, answer):
     assert float(batch.episodes.turn_rewards.sum()) == trajectory.reward == report + answer
     # without discounts and values, the advantage of a token is all reward that follows it
     layout = CreditLayout.of(batch)
-    kept = token_masks(batch, layout, Masks(), kl=None)
+    kept = compute_token_masks(batch, layout, Masks(), kl=None)
     undiscounted = BilevelGAE(gamma_turn=1.0, lam_turn=1.0)
     batch.samples.values.zero_()
     found = assign_credit(batch, layout, kept, undiscounted, whiten_advantages=False).advantages

@@ -112,7 +112,7 @@ def iterate(*overrides: str, iterations: int = 1) -> Iteration:
         "spread": float(samples.advantages[trained].std()),
         "target": float(samples.returns.sum()),
         "reward": float(batch.episodes.turn_rewards.square().sum()),
-        "old_logprob": float(samples.behavior_logprobs.sum()),
+        "old_logprob": float(samples.old_logprobs.sum()),
         "clipped": totals["clip_fraction"] + totals["dual_clipped"],
         "policy_loss": totals["policy_loss"], "value_loss": totals["value_loss"],
         "kl_loss": totals["kl_loss"], "loss": totals["loss"],

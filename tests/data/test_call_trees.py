@@ -25,7 +25,7 @@ from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate, usable
 from ragen_pl.data.demonstrations import set_discounted_returns
 from ragen_pl.modules.credit import assign_credit, write_credit
-from ragen_pl.modules.masking import Masks, token_masks
+from ragen_pl.modules.masking import Masks, compute_token_masks
 from ragen_pl.trajectory import Observation, Trajectory, Turn
 
 
@@ -47,7 +47,7 @@ def credit(
     if values is not None:
         samples.values[on] = values[samples.token[on]]
     layout = CreditLayout.of(batch)
-    kept = token_masks(batch, layout, Masks(), kl=None)
+    kept = compute_token_masks(batch, layout, Masks(), kl=None)
     estimates = assign_credit(
         batch, layout, kept, estimator, whiten_advantages=False, normalizer=normalizer
     )

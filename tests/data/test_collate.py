@@ -11,8 +11,10 @@ from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import all_but_action, sampled
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate
+from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.models.truncation import KeptIds
 from ragen_pl.modules.credit import assign_credit, write_credit
-from ragen_pl.modules.masking import Masks, token_masks
+from ragen_pl.modules.masking import Masks, compute_token_masks
 from ragen_pl.trajectory import EpisodeStatus
 
 LENGTHS = [[3, 5, -4], [2], [4, -1, 3, 2]]
@@ -29,7 +31,7 @@ def test_training_sequence_is_prompts_and_responses(lm, make_trajectory):
         assert samples.input_ids[0, place].tolist() == turn.response_ids.tolist()
         first = int(place.nonzero()[0])
         assert samples.input_ids[0, :first].tolist() == turn.prompt_ids.tolist()
-        assert samples.behavior_logprobs[0, place].tolist() == turn.response_logprobs.tolist()
+        assert samples.rollout_logprobs[0, place].tolist() == turn.response_logprobs.tolist()
         assert samples.spans[0, place].tolist() == turn.spans.tolist()
         assert (samples.temperature[0, place] == 0.5 + number).all()
 
@@ -41,7 +43,7 @@ def test_masks_are_exactly_the_sampled_tokens(lm, make_trajectory):
     for mask in (samples.loss_mask, samples.advantage_mask, samples.kl_mask, samples.token >= 0):
         assert torch.equal(mask, samples.turn >= 0)
     off = ~samples.loss_mask
-    assert (samples.spans[off] == 0).all() and (samples.behavior_logprobs[off] == 0).all()
+    assert (samples.spans[off] == 0).all() and (samples.rollout_logprobs[off] == 0).all()
     assert (samples.temperature[off] == 1).all() and (samples.token[off] == -1).all()
     ends = samples.input_ids == lm.end_of_turn_id
     # of the three end tokens of the first row the cut response's one is the template's, not sampled
@@ -145,7 +147,7 @@ def test_images_are_stored_once_and_belong_to_their_turns(vlm, make_trajectory, 
 def estimate(batch, estimator, *, masks=None, whiten=False):
     """Assign credit to a batch in place."""
     layout = CreditLayout.of(batch)
-    kept = token_masks(batch, layout, masks or Masks(), kl=None)
+    kept = compute_token_masks(batch, layout, masks or Masks(), kl=None)
     estimates = assign_credit(batch, layout, kept, estimator, whiten_advantages=whiten)
     write_credit(batch.samples, layout, kept, estimates)
 
@@ -258,5 +260,22 @@ def test_batch_survives_a_checkpoint(vlm, make_trajectory, tmp_path, status):
     back = TrajectoryBatch.from_state_dict(torch.load(tmp_path / "batch.pt", weights_only=True))
     first, second = batch.state_dict(), back.state_dict()
     assert str(first) == str(second) and (back.final is None) == (batch.final is None)
-    assert torch.equal(back.samples.behavior_logprobs, batch.samples.behavior_logprobs)
+    assert torch.equal(back.samples.rollout_logprobs, batch.samples.rollout_logprobs)
     assert all(map(torch.equal, back.images, batch.images))
+
+
+def test_a_checkpoint_of_an_earlier_version_has_one_column_of_log_probs(lm, make_trajectory):
+    batch = collate([make_trajectory(lm, [2, 3])], lm)
+    batch.samples.old_logprobs = batch.samples.old_logprobs - 1.0
+    batch.kept_ids = KeptIds.all_of(5, device=torch.device("cpu"))
+    (step,) = MinibatchLoader(batch, epochs=1, minibatches=1)
+    for whole in (batch, step):
+        state = whole.state_dict()
+        columns = state["samples"]
+        del columns["rollout_logprobs"]
+        columns["behavior_logprobs"] = columns.pop("old_logprobs")
+        state["kept"] = state.pop("kept_ids")
+        earlier = type(whole).from_state_dict(state)
+        assert torch.equal(earlier.samples.old_logprobs, whole.samples.old_logprobs)
+        assert torch.equal(earlier.samples.rollout_logprobs, whole.samples.old_logprobs)
+        assert len(earlier.kept_ids) == 5

@@ -195,10 +195,10 @@ def test_sum_of_token_losses_does_not_depend_on_the_split(batch, minibatches, ac
     loader = loader_of(batch, epochs=1, minibatches=minibatches, accumulate=accumulate)
     weighed = 0.0
     for step in loader:
-        loss = (step.samples.behavior_logprobs * step.samples.loss_mask).sum()
+        loss = (step.samples.rollout_logprobs * step.samples.loss_mask).sum()
         share = float(loss * step.scale / step.loss_tokens) / accumulate
         weighed += share * float(step.loss_tokens)
-    expected = float((batch.samples.behavior_logprobs * batch.samples.loss_mask).sum())
+    expected = float((batch.samples.rollout_logprobs * batch.samples.loss_mask).sum())
     assert weighed == pytest.approx(expected, rel=1e-5)
 
 

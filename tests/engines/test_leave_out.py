@@ -37,7 +37,7 @@ def mismatch(bundle, trajectories) -> float:
     batch = collate(trajectories, bundle)
     with torch.no_grad():
         logprobs = PolicyModule(bundle)(batch.samples, batch.images).logprobs
-    return float((logprobs - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs().max())
+    return float((logprobs - batch.samples.rollout_logprobs)[batch.samples.turn >= 0].abs().max())
 
 
 def test_lowest_scores_are_dropped() -> None:

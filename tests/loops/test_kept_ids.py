@@ -95,7 +95,7 @@ class Records(RolloutCallback):
         self.sizes: list[int] = []
 
     def on_rollout_end(self, trainer, module, trajectories) -> None:
-        kept, samples = trainer.datamodule.buffer.kept, trainer.datamodule.buffer.samples
+        kept, samples = trainer.datamodule.buffer.kept_ids, trainer.datamodule.buffer.samples
         recorded = [
             ids
             for one in trajectories
@@ -154,7 +154,7 @@ def test_kept_ids_follow_the_numbers_of_tokens(setup_of):
     )
     for observations in (False, True):
         batch = collate(trajectories, agent.policy.bundle, observations=observations)
-        parts = batch.kept.split(1)
+        parts = batch.kept_ids.split(1)
         samples = batch.samples
         for row, column in (samples.turn >= 0).nonzero().tolist():
             ids = parts[int(samples.token[row, column])].ids.tolist()

@@ -38,7 +38,7 @@ def test_value_and_logprob_of_a_token_are_read_one_position_earlier(make, own_cr
         for t in (samples.turn[row] >= 0).nonzero().flatten().tolist():
             assert float(samples.values[row, t]) == pytest.approx(float(values[t - 1]), abs=1e-5)
             expected = float(logprobs[t - 1, samples.input_ids[row, t]])
-            assert float(samples.behavior_logprobs[row, t]) == pytest.approx(expected, abs=1e-4)
+            assert float(samples.old_logprobs[row, t]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_value_of_a_token_does_not_depend_on_the_token(make):

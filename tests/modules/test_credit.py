@@ -22,7 +22,7 @@ from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.models.build import build_small_lm
 from ragen_pl.modules.credit import assign_credit, write_credit
-from ragen_pl.modules.masking import Masks, token_masks
+from ragen_pl.modules.masking import Masks, compute_token_masks
 from ragen_pl.trajectory import EpisodeStatus, Observation, Span, Trajectory
 
 ESTIMATORS = [
@@ -86,7 +86,7 @@ def credited(bundle, *, window, estimator, whiten=False, order=None, normalizer=
         batch.episodes.bootstrap -= torch.where(batch.episodes.truncated, lower, 0.0)
     samples.values = torch.where(samples.turn >= 0, values, 0.0)
     layout = CreditLayout.of(batch)
-    kept = token_masks(batch, layout, Masks(advantage=until_action), kl=None)
+    kept = compute_token_masks(batch, layout, Masks(advantage=until_action), kl=None)
     settings = {"whiten_advantages": whiten, "normalizer": normalizer}
     estimates = assign_credit(batch, layout, kept, estimator, **settings)
     write_credit(samples, layout, kept, estimates)
@@ -102,7 +102,7 @@ def test_no_mask_drops_a_reward(bundle) -> None:
     def own(spans, turn):
         return (spans == Span.ACTION) & (turn > 0)
 
-    kept = token_masks(batch, layout, Masks(advantage=own), kl=None).advantage
+    kept = compute_token_masks(batch, layout, Masks(advantage=own), kl=None).advantage
     for row in range(len(turn)):
         for each in range(int(turn[row].max()) + 1):
             here, wanted = turn[row] == each, own(spans, turn)[row]
@@ -237,7 +237,7 @@ class TestUndividedSequence:
         plain = collate(self.batch(bundle)[1], bundle)
         for masked in (batch, plain):
             layout = CreditLayout.of(masked)
-            kept = token_masks(masked, layout, Masks(advantage=until_action), kl=None)
+            kept = compute_token_masks(masked, layout, Masks(advantage=until_action), kl=None)
             kept.write(masked.samples, layout)
         assert torch.equal(batch.samples.loss_mask, plain.samples.loss_mask)
         assert torch.equal(batch.samples.advantage_mask, plain.samples.advantage_mask)

@@ -171,7 +171,7 @@ def test_weights_of_tokens(make, aggregation, weights) -> None:
     (step,) = MinibatchLoader(collate([fork(), other], make.bundle()), epochs=1, minibatches=1)
     samples, loss = step.samples, UpdateLoss(policy=PolicyLoss(aggregation=aggregation))
     samples.advantages = torch.ones_like(samples.advantages)
-    logprobs = samples.behavior_logprobs.clone().requires_grad_()
+    logprobs = samples.old_logprobs.clone().requires_grad_()
     loss(TokenScores(logprobs, torch.zeros_like(logprobs)), step).loss.backward()
     sampled = samples.turn >= 0
     owners = samples.episode[:, None].expand_as(sampled)[sampled]

@@ -46,7 +46,8 @@ def test_engine_scorer_reference_and_critic_compute_alike(make, own_critic):
     # what is summed, compared and trained is in float32
     assert trajectories[0].turns[0].response_logprobs.dtype == "float32"
     samples = batch.samples
-    for tensor in (samples.values, samples.advantages, samples.behavior_logprobs, batch.reference):
+    logprobs = samples.rollout_logprobs, samples.old_logprobs
+    for tensor in (samples.values, samples.advantages, *logprobs, batch.reference):
         assert tensor.dtype is torch.float32
     assert {weight.grad.dtype for weight in agent.policy.parameters()} == {torch.float32}
 
@@ -84,7 +85,9 @@ def test_old_logprobs_are_the_trainers_unless_compute_is_float32(
         for logprob in turn.response_logprobs
     )
     samples = batch.samples
-    old = sorted(samples.behavior_logprobs[samples.sampled].tolist())
+    old = sorted(samples.old_logprobs[samples.sampled].tolist())
+    rollout = sorted(samples.rollout_logprobs[samples.sampled].tolist())
+    assert rollout == pytest.approx(engine, abs=1e-7)
     assert (old == pytest.approx(engine, abs=1e-7)) is (expected is type(None))
 
 

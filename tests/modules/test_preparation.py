@@ -20,18 +20,19 @@ def test_shown_text_takes_the_log_probs_before_the_update(make) -> None:
     trajectories = make.play(agent, window="all")
     raw = collate(trajectories, agent.policy.bundle, observations=True)
     shown = raw.samples.spans == Span.SHOWN
-    assert shown.any() and not raw.samples.behavior_logprobs[shown].any()
-    engine_logprobs = raw.samples.behavior_logprobs.clone()
+    assert shown.any() and not raw.samples.old_logprobs[shown].any()
+    engine_logprobs = raw.samples.rollout_logprobs.clone()
 
     batch = agent.prepare(raw)
     samples = batch.samples
     with torch.no_grad():
         scores = agent.policy(samples, batch.images)
     assert samples.loss_mask[shown].all()
-    torch.testing.assert_close(samples.behavior_logprobs[shown], scores.logprobs[shown])
-    assert samples.behavior_logprobs[shown].max() < 0
+    torch.testing.assert_close(samples.old_logprobs[shown], scores.logprobs[shown])
+    assert samples.old_logprobs[shown].max() < 0
     sampled = (samples.turn >= 0) & ~shown
-    assert torch.equal(samples.behavior_logprobs[sampled], engine_logprobs[sampled])
+    assert torch.equal(samples.old_logprobs[sampled], engine_logprobs[sampled])
+    assert torch.equal(samples.rollout_logprobs, engine_logprobs)
 
     # before the first step, all ratios of the policy's loss are 1
     agent.training_step(make.minibatch(batch), 0)
@@ -70,7 +71,7 @@ def test_values_do_not_depend_on_the_tokens_of_a_forward_pass(make, own_critic) 
 @pytest.mark.parametrize(
     ("spoiled", "name"),
     [
-        ("behavior_logprobs", "rollout.engine: the sampled log-probs are not finite: nan"),
+        ("rollout_logprobs", "rollout.engine: the sampled log-probs are not finite: nan"),
         ("policy", "the policy's log-probs before the update are not finite: nan"),
         ("critic", "the critic's values are not finite: inf"),
         ("reference", "algorithm.loss.kl: the reference's scores are not finite: nan"),
@@ -82,8 +83,8 @@ def test_a_score_that_is_not_finite_is_named(make, monkeypatch, spoiled, name) -
     agent = make.agent(own_critic=True, loss=UpdateLoss(kl=kl))
     batch = collate(make.play(agent), agent.policy.bundle)
     with torch.no_grad():
-        if spoiled == "behavior_logprobs":
-            batch.samples.behavior_logprobs[batch.samples.turn >= 0] = torch.nan
+        if spoiled == "rollout_logprobs":
+            batch.samples.rollout_logprobs[batch.samples.turn >= 0] = torch.nan
         elif spoiled == "critic":
             agent.critic.head.layers[-1].bias.fill_(torch.inf)
         elif spoiled == "penalty":

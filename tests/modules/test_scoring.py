@@ -92,7 +92,7 @@ def test_values_of_the_engine_stand_for_a_pass(make, window, images) -> None:
     (readouts, batch, *own), (others, scored, *other) = found
     assert readouts == [LastValueReadout] and others == [TokenReadout, LastValueReadout]
     assert batch.has_values and not scored.has_values
-    for name in ("values", "advantages", "returns", "behavior_logprobs"):
+    for name in ("values", "advantages", "returns", "old_logprobs"):
         expected = getattr(scored.samples, name)
         assert expected.std() > 0.1
         torch.testing.assert_close(getattr(batch.samples, name), expected, rtol=1e-4, atol=1e-5)

@@ -46,8 +46,8 @@ def test_engine_and_trainer_have_the_same_log_probs_over_the_kept_ids(make, kind
     assert metrics(agent)["logprob_mismatch_max"] < 1e-4
     tokens = int((batch.samples.turn >= 0).sum())
     vocabulary = agent.policy.bundle.model.config.vocab_size
-    assert len(batch.kept) == tokens and (batch.kept.counts > 0).all()
-    assert batch.kept.counts.float().mean() < 0.7 * vocabulary
+    assert len(batch.kept_ids) == tokens and (batch.kept_ids.counts > 0).all()
+    assert batch.kept_ids.counts.float().mean() < 0.7 * vocabulary
 
 
 def test_without_its_truncation_the_trainer_would_differ(make) -> None:
@@ -55,7 +55,7 @@ def test_without_its_truncation_the_trainer_would_differ(make) -> None:
     trajectories = make.play(agent)
     agent.truncation = None
     batch = collate(trajectories, agent.policy.bundle)
-    batch.kept = None
+    batch.kept_ids = None
     agent.prepare(batch)
     assert metrics(agent)["logprob_mismatch"] > 0.05
 
@@ -93,11 +93,11 @@ def test_at_unchanged_weights_nothing_has_moved(make, place, estimator) -> None:
 def brute_force(agent, batch: TrajectoryBatch) -> torch.Tensor:
     """Return the log-probs of the sampled tokens, row after row, from the model's own logits."""
     samples, bundle, number, found = batch.samples, agent.policy.bundle, 0, []
-    ends = [0, *batch.kept.ends.tolist()]
+    ends = [0, *batch.kept_ids.ends.tolist()]
     for row in range(len(samples)):
         logits = agent.policy.model(samples.input_ids[row : row + 1, : samples.length[row]]).logits
         for t in (samples.turn[row] >= 0).nonzero().flatten().tolist():
-            ids = batch.kept.ids[ends[number] : ends[number + 1]].long()
+            ids = batch.kept_ids.ids[ends[number] : ends[number + 1]].long()
             assert not set(ids.tolist()) & set(bundle.banned_token_ids)
             heated = logits[0, t - 1, ids] / samples.temperature[row, t]
             own = int((ids == samples.input_ids[row, t]).nonzero())
@@ -136,10 +136,12 @@ def test_minibatches_and_checkpoints_have_the_kept_ids_of_their_tokens(make) -> 
     agent = make.agent(change=sharpen, truncation=KINDS["all"])
     stored = copy.deepcopy(make.batch(agent, window="all").state_dict())
     batch = TrajectoryBatch.from_state_dict(stored)
-    ends = [0, *batch.kept.ends.tolist()]
-    of_token = [batch.kept.ids[ends[n] : ends[n + 1]].tolist() for n in range(len(batch.kept))]
+    ends = [0, *batch.kept_ids.ends.tolist()]
+    of_token = [
+        batch.kept_ids.ids[ends[n] : ends[n + 1]].tolist() for n in range(len(batch.kept_ids))
+    ]
     for minibatch in MinibatchLoader(batch, epochs=1, minibatches=3, tokens_per_microbatch=100):
-        samples, found = minibatch.samples, minibatch.kept
+        samples, found = minibatch.samples, minibatch.kept_ids
         numbers = samples.token[samples.turn >= 0].tolist()
         own = [0, *found.ends.tolist()]
         assert [found.ids[own[n] : own[n + 1]].tolist() for n in range(len(found))] == [
@@ -154,12 +156,12 @@ def test_text_that_was_shown_keeps_all_ids(make) -> None:
     bundle = agent.policy.bundle
     plain = collate(make.play(agent, window="all"), bundle)
     # as of an engine that does not tell them
-    plain.kept = None
+    plain.kept_ids = None
     label_shown_text(plain.samples, [4] * 8, banned=bundle.banned_token_ids)
     batch = agent.prepare(plain)
     shown = (batch.samples.spans == 7)[batch.samples.turn >= 0]
-    assert shown.any() and (batch.kept.counts[shown] == 0).all()
-    assert (batch.kept.counts[~shown] >= 5).all()
+    assert shown.any() and (batch.kept_ids.counts[shown] == 0).all()
+    assert (batch.kept_ids.counts[~shown] >= 5).all()
     assert metrics(agent)["logprob_mismatch_max"] < 1e-4
 
 

@@ -186,7 +186,7 @@ def test_tokens_off_the_masks_have_no_influence(make):
     off_loss, off_advantage = ~samples.loss_mask, ~samples.advantage_mask
     assert (off_loss & (samples.turn >= 0)).any() and (off_advantage & (samples.turn >= 0)).any()
     samples.advantages[off_loss] = 1e3
-    samples.behavior_logprobs[off_loss] = -50.0
+    samples.old_logprobs[off_loss] = -50.0
     samples.returns[off_advantage] = 1e3
     samples.values[off_advantage] = -1e3
     assert_close(before, make.gradient(agent, [minibatch]), tolerance=1e-9)

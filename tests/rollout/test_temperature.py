@@ -49,11 +49,11 @@ def test_turns_are_scored_at_their_sampling_temperature(lm) -> None:
     with torch.no_grad():
         logprobs = PolicyModule(lm)(samples, torch.zeros(0)).logprobs
     sampled = samples.turn >= 0
-    assert (logprobs - samples.behavior_logprobs)[sampled].abs().max() < 2e-5
+    assert (logprobs - samples.rollout_logprobs)[sampled].abs().max() < 2e-5
     samples.temperature = torch.full_like(samples.temperature, 0.9)
     with torch.no_grad():
         wrong = PolicyModule(lm)(samples, torch.zeros(0)).logprobs
-    assert (wrong - samples.behavior_logprobs)[sampled].abs().max() > 1e-2
+    assert (wrong - samples.rollout_logprobs)[sampled].abs().max() > 1e-2
 
 
 def test_zero_weight_changes_nothing(lm) -> None:

@@ -101,8 +101,11 @@ def same(first: Minibatch, second: Minibatch) -> bool:
     tensors += zip(first.microbatches, second.microbatches, strict=True)
     for name in ("loss_tokens", "value_tokens", "kl_tokens", "sequences", "episodes", "reference"):
         tensors.append((getattr(first, name), getattr(second, name)))
-    assert first.kept is not None and second.kept is not None
-    tensors += [(first.kept.ids, second.kept.ids), (first.kept.ends, second.kept.ends)]
+    assert first.kept_ids is not None and second.kept_ids is not None
+    tensors += [
+        (first.kept_ids.ids, second.kept_ids.ids),
+        (first.kept_ids.ends, second.kept_ids.ends),
+    ]
     return all(map(torch.equal, *zip(*tensors, strict=True))) and (
         (first.ends_step, first.scale) == (second.ends_step, second.scale)
     )

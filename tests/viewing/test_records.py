@@ -19,7 +19,7 @@ from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.credit import assign_credit, write_credit
-from ragen_pl.modules.masking import Masks, token_masks
+from ragen_pl.modules.masking import Masks, compute_token_masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
@@ -80,7 +80,7 @@ def test_token_credit_belongs_to_its_tokens(played: list[Trajectory], proxy: Age
     batch = collate(trajectories, proxy.context.bundle)
     masks = Masks(loss=partial(sampled), advantage=partial(sampled))
     layout = CreditLayout.of(batch)
-    kept = token_masks(batch, layout, masks, kl=None)
+    kept = compute_token_masks(batch, layout, masks, kl=None)
     batch.samples.values = torch.rand_like(batch.samples.values)
     estimator = MaskedGAE(gamma=0.9, lam=0.9)
     estimates = assign_credit(batch, layout, kept, estimator, whiten_advantages=False)

@@ -71,7 +71,7 @@ def scored(bundle, episodes):
 def gap(bundle, episodes) -> torch.Tensor:
     """Difference of the trainer's and the engine's log-probs of the sampled tokens."""
     batch, scores = scored(bundle, episodes)
-    return (scores.logprobs - batch.samples.behavior_logprobs)[batch.samples.turn >= 0].abs()
+    return (scores.logprobs - batch.samples.rollout_logprobs)[batch.samples.turn >= 0].abs()
 
 
 # ---- caches

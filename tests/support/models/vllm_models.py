@@ -158,7 +158,7 @@ def gap(bundle, trajectories, *, truncation=None) -> float:
     readout = TokenReadout(truncation=truncation)
     with torch.no_grad():
         scores = PolicyModule(bundle)(batch.samples, batch.images, readout=readout)
-    difference = (scores.logprobs - batch.samples.behavior_logprobs)[batch.samples.turn >= 0]
+    difference = (scores.logprobs - batch.samples.rollout_logprobs)[batch.samples.turn >= 0]
     assert len(difference) > 50
     return float(difference.abs().max())
 
