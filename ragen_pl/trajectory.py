@@ -300,6 +300,7 @@ class Trajectory:
         system_prompt_length: number of tokens of the system prompt, with which each prompt begins.
         final_prompt_ids: prompt of the state after the last turn, to bootstrap from.
         final_roles: roles of its last ids, as `Turn.prompt_roles`.
+        final_state_key: key of the state after the last turn, where it is recorded.
         final_images: images of that prompt.
         final_patches: patches shown of each of those images; None for all.
     """
@@ -320,11 +321,12 @@ class Trajectory:
     final_images: list[np.ndarray] = field(default_factory=list)
     final_patches: list[np.ndarray] | None = None
     final_roles: np.ndarray | None = None
+    final_state_key: str | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # as in `Turn`
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
-        added |= {"final_roles": None}
+        added |= {"final_roles": None, "final_state_key": None}
         for name, value in (added | state[1]).items():
             setattr(self, name, value)
 

@@ -35,6 +35,7 @@ class Credit:
             episodes.
         state: int64 `[trajectories, turns]`, number of the state that a turn starts in, -1 for unknown; None
             where no state is known.
+        final_state: int64 `[trajectories]`, number of the state after the last turn, likewise.
         advances: bool `[trajectories, turns]`, whether a turn is a step that discounts count; None where all are.
         success: int8 `[trajectories]`, whether the task was solved, -1 where the environment does not say so; None
             where it is not known.
@@ -56,6 +57,7 @@ class Credit:
     returns: Tensor
     center: Tensor | None = None
     state: Tensor | None = None
+    final_state: Tensor | None = None
     advances: Tensor | None = None
     success: Tensor | None = None
     terms: Mapping[str, Tensor] | None = None
@@ -82,7 +84,7 @@ class Credit:
         tokens, rows = self.rewards.shape, self.rewards.shape[:1]
         expected = {"advantage_mask": tokens, "loss_mask": tokens, "turn": tokens, "values": tokens}
         expected |= {"group": rows, "bootstrap": rows, "returns": rows, "center": rows}
-        expected |= {"success": rows}
+        expected |= {"success": rows, "final_state": rows}
         for name, shape in expected.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
@@ -176,6 +178,19 @@ class Credit:
                 "choose an environment that has it or an estimator with needs_states = False"
             )
         return self.state
+
+    def need_success(self, estimator: object) -> Tensor:
+        """Return whether each task was solved, bool `[trajectories]`.
+
+        Raises:
+            ValueError: no step says so; the message names the estimator.
+        """
+        if self.success is None or (len(self.success) and bool((self.success < 0).all())):
+            raise ValueError(
+                f"algorithm.estimator={type(estimator).__name__}: found no episode that says whether the task is "
+                'solved; let the environment set info["success"] in its steps, or set algorithm=rloo'
+            )
+        return self.success > 0
 
 
 def _or_one(setting: float | Tensor, where: Tensor) -> Tensor:

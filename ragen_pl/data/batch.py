@@ -156,6 +156,8 @@ class Episodes:
     """bool `[episodes, max turns]`, whether the response hit its length limit."""
     state: Tensor
     """int64 `[episodes, max turns]`, number of the state at the turn's start, -1 for unknown."""
+    final_state: Tensor
+    """int64 `[episodes]`, number of the state after the last turn, -1 for unknown."""
     advances: Tensor
     """bool `[episodes, max turns]`, whether the turn is a step that discounts count; True beyond the last turn."""
     success: Tensor
@@ -241,6 +243,7 @@ def _with_later_columns(episodes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     added = {
         "advances": torch.ones_like(rewards, dtype=torch.bool),
         "success": torch.full(rewards.shape[:1], -1, dtype=torch.int8),
+        "final_state": torch.full(rewards.shape[:1], -1, dtype=torch.int64),
         "terms": rewards.new_zeros(len(rewards), 0, dtype=torch.float64),
     }
     return {**added, **episodes}

@@ -414,13 +414,16 @@ def _episodes(
     def column(values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
+    keys = [key for turns in turns_of for key in _state_keys(turns, max_turns)]
+    state = _numbers([*keys, *(trajectory.final_state_key for trajectory in kept)])
     return Episodes(
         turn_rewards=rewards,
         turns=column([len(turns) for turns in turns_of], torch.int64),
         group=column([trajectory.group for trajectory in kept], torch.int64),
         member=column([trajectory.member for trajectory in kept], torch.int64),
         hit_length_limit=hit_length_limit,
-        state=_states(turns_of, max_turns),
+        state=state[: len(kept) * max_turns].view(len(kept), max_turns),
+        final_state=state[len(kept) * max_turns :],
         advances=advances,
         success=column([_success(trajectory) for trajectory in kept], torch.int8),
         terms=torch.tensor(
@@ -458,13 +461,14 @@ def _sums_of_terms(trajectory: Trajectory, names: Sequence[str]) -> list[float]:
     return [sum(turn.reward_terms.get(name, 0.0) for turn in trajectory.turns) for name in names]
 
 
-def _states(turns_of: Sequence[Sequence[Turn]], max_turns: int) -> Tensor:
-    """Return the number of the state that each turn started in, -1 where it was not recorded."""
-    numbers: dict[str, int] = {}
-    state = torch.full((len(turns_of), max_turns), -1, dtype=torch.int64)
-    for row, turns in enumerate(turns_of):
-        for number, turn in enumerate(turns):
-            key = turn.state_key
-            if key is not None:
-                state[row, number] = numbers.setdefault(key, len(numbers))
-    return state
+def _state_keys(turns: Sequence[Turn], max_turns: int) -> list[str | None]:
+    """Return the key of the state that each turn started in, None where it is unknown and beyond the last turn."""
+    return [turn.state_key for turn in turns] + [None] * (max_turns - len(turns))
+
+
+def _numbers(keys: Sequence[str | None]) -> Tensor:
+    """Number keys in the order of their first occurrence; None is -1. The result is int64 `[keys]`."""
+    numbers: dict[str | None, int] = {None: -1}
+    return torch.tensor(
+        [numbers.setdefault(key, len(numbers) - 1) for key in keys], dtype=torch.int64
+    )

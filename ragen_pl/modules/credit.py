@@ -113,6 +113,7 @@ def assign_credit(
         returns=returns,
         center=center,
         state=episodes.state if has_states else None,
+        final_state=episodes.final_state if has_states else None,
         advances=advances,
         success=episodes.success,
         terms=dict(zip(batch.terms, episodes.terms.unbind(1), strict=True)),

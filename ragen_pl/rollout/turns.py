@@ -169,7 +169,7 @@ def _charged(terms: Mapping[str, float], *, trained: bool) -> dict[str, float]:
 
 
 def end_episode(episode: Episode, status: EpisodeStatus, *, max_tokens: int) -> None:
-    """End an episode; a truncated one keeps its last prompt that fits into the context, to bootstrap from.
+    """End an episode in its present state; a truncated one keeps its last prompt that fits, to bootstrap from.
 
     Args:
         episode: the episode.
@@ -178,7 +178,7 @@ def end_episode(episode: Episode, status: EpisodeStatus, *, max_tokens: int) -> 
     """
     episode.done = True
     trajectory, prompt = episode.trajectory, episode.prompt
-    trajectory.status = status
+    trajectory.status, trajectory.final_state_key = status, episode.slot.state_key
     if status is not EpisodeStatus.TRUNCATED:
         return
     if len(prompt.ids) <= max_tokens:

@@ -252,6 +252,15 @@ def test_select_shortens_rows_to_the_longest(lm, make_trajectory):
     assert len(samples.select(torch.tensor([], dtype=torch.int64))) == 0
 
 
+def test_states_after_the_last_turn_are_numbered_with_those_before_turns(lm, make_trajectory):
+    first, second = make_trajectory(lm, [2, 3]), make_trajectory(lm, [2])
+    for turn, key in zip([*first.turns, *second.turns], "aba", strict=True):
+        turn.state_key = key
+    first.final_state_key, second.final_state_key = "c", "b"
+    episodes = collate([first, second], lm).episodes
+    assert episodes.state.tolist() == [[0, 1], [0, -1]] and episodes.final_state.tolist() == [2, 1]
+
+
 @pytest.mark.parametrize("status", [EpisodeStatus.TERMINATED, EpisodeStatus.TRUNCATED])
 def test_batch_survives_a_checkpoint(vlm, make_trajectory, tmp_path, status):
     batch = collate([make_trajectory(vlm, [2, 3], images=True, status=status)], vlm)

@@ -104,6 +104,14 @@ def test_state_description_is_of_the_state_before_the_turn(play):
     assert [turn.info["count"] for turn in episode.turns] == [1, 2, 3]
 
 
+def test_states_are_recorded_before_each_turn_and_after_the_last(play):
+    (episode,), _ = play(
+        COUNTER, specs(1), lambda slot, turn: MORE, max_turns=3, record_states=True
+    )
+    keys = [*(turn.state_key for turn in episode.turns), episode.final_state_key]
+    assert [key.rpartition(" ")[2] for key in keys] == ["0", "1", "2", "3"]
+
+
 # ---- how an episode ends
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gigpo import anchor_groups
 from ragen_pl.algorithms.advantages.group import dr_grpo, grpo
-from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast_turns
+from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Fraction, NonNegative
 
@@ -39,6 +40,8 @@ def goal_distances(
     tensor([[1, 0],
             [2, 3]])
     """
+    if not state.numel():
+        return torch.zeros_like(state)
     after = torch.cat([state, torch.full_like(state[:, :1], -1)], dim=1)
     place = torch.arange(after.shape[1], device=state.device).expand_as(after)
     ends = place == turns[:, None]
@@ -137,3 +140,25 @@ class GraphRelative(Estimator):
     omega: Fraction = 0.95
     step_weight: NonNegative = 1.0
     scale_by_std: bool = True
+
+    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+        """Apply `graphgpo` to the returns and the states.
+
+        Raises:
+            ValueError: the environment says of no episode whether the task was solved.
+        """
+        state, success = credit.need_states(self), credit.need_success(self)
+        final = torch.full_like(credit.group, -1)
+        if credit.final_state is not None:
+            final = credit.final_state
+        distance = goal_distances(state, final, success, credit.group, credit.turns)
+        of_turn = graphgpo(
+            credit.returns,
+            distance,
+            state,
+            credit.group,
+            omega=self.omega,
+            step_weight=self.step_weight,
+            scale_by_std=self.scale_by_std,
+        )
+        return broadcast_turns(of_turn, credit)

@@ -181,10 +181,4 @@ class SuccessRelative(Estimator):
         Raises:
             ValueError: the environment says of no episode whether the task was solved.
         """
-        success = credit.success
-        if success is None or (len(success) and bool((success < 0).all())):
-            raise ValueError(
-                "algorithm.estimator=SuccessRelative: found no episode that says whether the task is solved; let the "
-                'environment set info["success"] in its steps, or set algorithm=rloo'
-            )
-        return broadcast(maxrl(success > 0, credit.group), credit)
+        return broadcast(maxrl(credit.need_success(self), credit.group), credit)
