@@ -17,8 +17,8 @@ _FIRST_PLACE, _LAST_PLACE = 0x100000, 0x10FFFD
 _PLACES = re.compile(f"[{chr(_FIRST_PLACE)}-{chr(_LAST_PLACE)}]")
 # characters of a text that is kept with its ids
 _LONGEST_KEPT = 10_000
-# characters of a rendering that are encoded first to see how long it is, for each token that it may have
-_FIRST_LOOK = 8
+# tokens that a beginning may have beyond twice the limit
+_SLACK = 8
 # characters that a tokenizer may drop or join before it makes tokens
 _MARGIN = 4
 # an added token that a chat template uses as a mark, such as <tool_call>
@@ -114,10 +114,10 @@ class TextEncoder:
         The work depends on the limit, and not on the length of the rendering. Where only the whole has more tokens, the
         answer is False.
         """
-        length = _FIRST_LOOK * limit
+        # what follows can change the last tokens of a beginning, but never halve their number
+        most = length = 2 * limit + _SLACK
         while length < len(text):
-            # what follows can change the last tokens of a beginning, but never halve their number
-            if len(self.encode_rendered(text[:length])) > 2 * limit + _FIRST_LOOK:
+            if len(self.encode_rendered(text[:length])) > most:
                 return True
             length *= 4
         return False

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 # lists of tools whose templates are kept
 _MAX_FORMATS = 64
-# a chat template may show less of a tool's schema than its JSON
-_SCHEMA_CONTEXTS = 4
 _MARKER = "@Last Response@"
 
 
@@ -104,7 +102,8 @@ class RequestPrompts:
     def _format(self, tools: Sequence[Mapping[str, Any]]) -> NativeFormat:
         key = json.dumps(tools, ensure_ascii=False)
         if key not in self._formats:
-            if self._encoder.exceeds(key, _SCHEMA_CONTEXTS * self._max_tokens):
+            # a bound of the work only: a chat template may show less of a schema than its JSON, up to half of it
+            if self._encoder.exceeds(key, self._max_tokens):
                 raise self._too_long("the schemas of the tools have", "the schemas")
             try:
                 template = self._bundle.chat_template(
