@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 _WHITE = (255, 255, 255, 255)
 
 
 def rgb_array(picture: Image.Image | np.ndarray) -> np.ndarray:
     """Return a picture as uint8 `[height, width, 3]`, its transparent parts on white.
+
+    A picture is turned as its file says, as transformers reads it, and gray of 16 bits is scaled to 8: Pillow would cut
+    it, and most of it would be white.
 
     Without a background, the colors of transparent pixels would show, which are black in most files: black lines on a
     clear ground would be all black.
@@ -37,6 +40,9 @@ def rgb_array(picture: Image.Image | np.ndarray) -> np.ndarray:
         picture = Image.fromarray(np.ascontiguousarray(gray))
     if not picture.width or not picture.height:
         raise ValueError(f"an image of {picture.width} x {picture.height} pixels")
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode.startswith("I"):
+        picture = Image.fromarray((np.asarray(picture) / 257).round().clip(0, 255).astype(np.uint8))
     if picture.has_transparency_data:
         background = Image.new("RGBA", picture.size, _WHITE)
         background.alpha_composite(picture.convert("RGBA"))

@@ -94,6 +94,34 @@ def test_webp_and_half_transparent_colors():
     assert np.abs(shown.astype(int) - [244, 204, 204]).max() <= 1
 
 
+def test_gray_of_16_bits_is_scaled(tmp_path):
+    levels = np.linspace(0, 65535, 48, dtype=np.uint16).reshape(6, 8)
+    for image in (Image.fromarray(levels), Image.fromarray(levels.astype(np.int32))):
+        expected = np.rint(levels / 257)[..., None]
+        for shown in (
+            observed(image),
+            on_white(image),
+            *([WAYS["endpoint"](image)] if image.mode == "I;16" else []),
+        ):
+            assert shown.shape == (6, 8, 3) and (shown == expected).all()
+
+
+@pytest.mark.parametrize("turn", [3, 6, 8])
+def test_a_picture_is_turned_as_its_file_says(turn):
+    image = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(4, 6))
+    upright = np.rot90(np.asarray(image), {3: 2, 6: -1, 8: 1}[turn])
+    image.getexif()[0x112] = turn
+    file = io.BytesIO()
+    image.save(file, "PNG", exif=image.getexif())
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    for shown in (
+        ImageReader().read(url)[1],
+        on_white(Image.open(file)),
+        observed(Image.open(file)),
+    ):
+        assert (shown == upright[..., None]).all()
+
+
 def test_arrays_of_one_to_four_channels():
     gray = np.arange(35, dtype=np.uint8).reshape(5, 7)
     color = np.stack([gray, gray + 1, gray + 2], -1)
