@@ -6,10 +6,10 @@ and read by any part of the project.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -153,6 +153,23 @@ class ChatRequest:
     call_id: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOutcome:
+    """What came of the answer to a program's request. Its environment returns it in `info` under `KEY`.
+
+    Attributes:
+        delivered: whether the program got the answer.
+        rewards_of: reward terms of earlier turns by their numbers, which the program's end brings.
+        invalid_turns: numbers of turns whose calls the program declares not valid.
+    """
+
+    KEY: ClassVar[str] = "answer_outcome"
+
+    delivered: bool = True
+    rewards_of: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    invalid_turns: Sequence[int] = ()
+
+
 @dataclass(kw_only=True, slots=True)
 class Observation:
     """Text and images that the environment shows at the start of a turn.
@@ -219,6 +236,7 @@ class Turn:
         temperature: sampling temperature.
         reward_terms: reward terms by name. `EnvironmentManager` sets `environment` (or `environment/<part>` for each
             named part of the environment's reward) and `format`.
+        success: whether the task is solved after the actions; None where their environment does not say so.
         info: what the environment's last step returned in addition to the observation.
         statements: claims about the state, in formats that ask for them.
         state_description: the environment's own description of the state before the actions.
@@ -253,6 +271,7 @@ class Turn:
     hit_length_limit: bool
     temperature: float
     reward_terms: dict[str, float] = field(default_factory=dict)
+    success: bool | None = None
     info: dict[str, Any] = field(default_factory=dict)
     statements: list[Statement] = field(default_factory=list)
     state_description: str | None = None
@@ -271,6 +290,8 @@ class Turn:
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
         added = {"advances": True, "trained": True, "call_id": None, "history": None}
+        said = state[1].get("info", {}).get("success")
+        added |= {"success": None if said is None else bool(said)}
         read = dict.fromkeys(("kept_ids", "kept_counts", "response_values", "prompt_roles"))
         for name, value in (added | read | state[1]).items():
             setattr(self, name, value)
@@ -332,9 +353,9 @@ class Trajectory:
 
     @property
     def says_success(self) -> bool | None:
-        """Whether a step said whether the task is solved, in `info["success"]`; None without steps."""
+        """Whether an environment said whether the task is solved; None where no actions were carried out."""
         acted = [turn for turn in self.turns if turn.actions]
-        return any("success" in turn.info for turn in acted) if acted else None
+        return any(turn.success is not None for turn in acted) if acted else None
 
     @property
     def reward(self) -> float:

@@ -35,6 +35,7 @@ from ragen_pl.agent_programs.tasks import split_tasks
 from ragen_pl.agent_programs.variables import Secrets, upstream
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, PositiveFraction
+from ragen_pl.trajectory import AnswerOutcome
 
 Seconds: TypeAlias = Annotated[float, Gt(0)]
 # of a program that hears that its calls are used up, and may still report
@@ -185,16 +186,19 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         """
         assert self._session is not None and self._call is not None
         delivered = self._answer(self._session, self._call, json.loads(action))
-        info: dict[str, Any] = {"delivered": delivered, "reward_parts": {}}
         call = self._next()
         if call is not None:
+            outcome = AnswerOutcome(delivered=delivered)
+            info = {AnswerOutcome.KEY: outcome, "reward_parts": {}}
             return self._observation(call), 0.0, False, False, info
         result = self._result()
-        info |= {
+        outcome = AnswerOutcome(
+            delivered=delivered, rewards_of=result.rewards_of, invalid_turns=result.invalid_turns
+        )
+        info = {
+            AnswerOutcome.KEY: outcome,
             "success": result.success,
             "reward_parts": result.parts,
-            "rewards_of": result.rewards_of,
-            "invalid_turns": result.invalid_turns,
             "program": result.info | self._facts(),
         }
         self._end()

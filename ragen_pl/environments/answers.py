@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from ragen_pl.base.rgb import rgb_array
-from ragen_pl.trajectory import MAX_REWARD, REWARD_PART, ChatRequest, Observation
+from ragen_pl.trajectory import MAX_REWARD, REWARD_PART, AnswerOutcome, ChatRequest, Observation
 
 # of a declared range of rewards, for rounding
 _TOLERANCE = 1e-6
@@ -31,23 +31,34 @@ class Step:
 
     Attributes:
         raw: observation, not read yet.
-        reward_terms: the reward by its named parts, or whole as `environment`.
+        reward: the reward.
+        reward_parts: its named parts; None where the environment names none.
         terminated: whether the task ended.
         truncated: whether an external limit was reached.
-        success: whether the task is solved.
+        success: whether the task is solved; None where the environment does not say so.
         action_is_valid: whether the rules allow the action.
         action_is_effective: whether the action changed the state.
+        answer: what came of the answer to a program's request.
         info: what came in addition.
     """
 
     raw: object
-    reward_terms: Mapping[str, float]
+    reward: float
+    reward_parts: Mapping[str, float] | None
     terminated: bool
     truncated: bool
-    success: bool
+    success: bool | None
     action_is_valid: bool
     action_is_effective: bool
+    answer: AnswerOutcome
     info: dict[str, Any]
+
+    @property
+    def reward_terms(self) -> dict[str, float]:
+        """The reward by its named parts, or whole as `environment`."""
+        if self.reward_parts is None:
+            return {"environment": self.reward}
+        return {f"{REWARD_PART}{name}": amount for name, amount in self.reward_parts.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,20 +100,27 @@ class AnswerReader:
             raise TypeError(
                 f"step returned {_kind(answer)}, expected (observation, reward, terminated, truncated, info)"
             )
-        raw, reward, terminated, truncated, info = answer
+        raw, given, terminated, truncated, info = answer
+        reward = self._reward(given, reward_range)
+        outcome = info.get(AnswerOutcome.KEY)
+        is_program = isinstance(outcome, AnswerOutcome)
         return Step(
             raw=raw,
-            reward_terms=self._reward_terms(reward, info.get("reward_parts"), reward_range),
+            reward=reward,
+            reward_parts=self._reward_parts(info.get("reward_parts"), reward),
             terminated=self._flag(terminated, "terminated"),
             truncated=self._flag(truncated, "truncated"),
-            success=self._flag(info.get("success", False), "info['success']"),
+            success=self._flag(info["success"], "info['success']") if "success" in info else None,
             action_is_valid=self._flag(
                 info.get("action_is_valid", True), "info['action_is_valid']"
             ),
             action_is_effective=self._flag(
                 info.get("action_is_effective", True), "info['action_is_effective']"
             ),
-            info=dict(info),
+            answer=outcome if is_program else AnswerOutcome(),
+            info={
+                name: info[name] for name in info if not (is_program and name == AnswerOutcome.KEY)
+            },
         )
 
     def observation(self, raw: object) -> Observation:
@@ -147,10 +165,7 @@ class AnswerReader:
             )
         return bool(number)
 
-    def _reward_terms(
-        self, value: object, parts: object, reward_range: tuple[float, float] | None
-    ) -> dict[str, float]:
-        """Return the reward by its named parts, or whole without any."""
+    def _reward(self, value: object, reward_range: tuple[float, float] | None) -> float:
         reward = _number(value)
         if (problem := _reward_problem(reward)) is not None:
             found = shortened(value) if reward is None else f"{reward:g}"
@@ -162,8 +177,12 @@ class AnswerReader:
                 f"{self.target} returned reward {reward:g}, outside of its reward_range=({low:g}, {high:g}); correct "
                 "one of them"
             )
+        return reward
+
+    def _reward_parts(self, parts: object, reward: float) -> dict[str, float] | None:
+        """Return the named parts of a reward, None without any."""
         if parts is None:
-            return {"environment": reward}
+            return None
         amounts = self._amounts(parts)
         for name, amount in (amounts or {}).items():
             if (problem := _reward_problem(amount)) is not None:
@@ -177,7 +196,7 @@ class AnswerReader:
                 f"{self.target} returned reward {reward} and info['reward_parts']={shortened(parts)}; expected named "
                 "numbers that sum to the reward"
             )
-        return {f"{REWARD_PART}{name}": amount for name, amount in amounts.items()}
+        return amounts
 
     @staticmethod
     def _amounts(parts: object) -> dict[str, float] | None:

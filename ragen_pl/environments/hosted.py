@@ -158,7 +158,7 @@ class HostedEnvironment:
         step = self._reader.step(answer)
         metadata = {
             "step": self._number,
-            "success": step.success,
+            "success": bool(step.success),
             "action_is_valid": step.action_is_valid,
             "action_is_effective": step.action_is_effective,
             "truncated": step.truncated,
@@ -166,8 +166,8 @@ class HostedEnvironment:
             "info": plain(step.info),
             "state": self._state(),
         }
-        if "reward_parts" in step.info:
-            metadata["reward_parts"] = plain(step.info["reward_parts"])
+        if step.reward_parts is not None:
+            metadata["reward_parts"] = dict(step.reward_parts)
         return _observation(
             self._reader.observation(step.raw),
             reward=float(answer[1]),

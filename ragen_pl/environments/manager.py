@@ -326,11 +326,8 @@ class EnvironmentManager:
         result = TurnResult()
         (answer,) = response.actions
         self._act(slot, answer, result)
-        result.delivered = result.info.pop("delivered", True)
-        result.rewards_of = result.info.pop("rewards_of", {})
-        result.invalid_turns = result.info.pop("invalid_turns", ())
         result.actions = [action_text(call) for call in response.calls]
-        if response.refused or not result.delivered:
+        if response.refused or not result.answer.delivered:
             return result
         slot.turn += 1
         result.effective = True
@@ -359,7 +356,7 @@ class EnvironmentManager:
             terms[name] = terms.get(name, 0.0) + value
         result.actions.append(slot.action_text(action))
         result.effective |= step.action_is_effective
-        result.success, result.info = step.success, step.info
+        result.success, result.info, result.answer = step.success, step.info, step.answer
         result.observation = slot.observation
         if step.terminated or step.truncated:
             result.status = EpisodeStatus.TERMINATED if step.terminated else EpisodeStatus.TRUNCATED

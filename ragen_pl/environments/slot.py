@@ -13,7 +13,14 @@ from ragen_pl.environments.answers import AnswerReader, Step
 from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.workers import TimeLimitExceeded
-from ragen_pl.trajectory import EpisodeStatus, FailureCause, Observation, Relation, Statement
+from ragen_pl.trajectory import (
+    AnswerOutcome,
+    EpisodeStatus,
+    FailureCause,
+    Observation,
+    Relation,
+    Statement,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,14 +53,12 @@ class TurnResult:
         statements: statements of the response, with the true relations.
         valid: whether the environment took every action as valid.
         status: how the episode ended; None while it runs.
-        success: whether the task is solved.
+        success: whether the task is solved; None where the environment does not say so.
         effective: whether an action changed the environment.
         actions: names or texts of the actions carried out.
         info: what the last step returned in addition to the observation.
         error: the environment's error.
-        delivered: whether a program got the answer to its request.
-        rewards_of: reward terms of earlier turns by their numbers, which a program's end brings.
-        invalid_turns: numbers of turns whose calls a program declares not valid.
+        answer: what came of the answer to a program's request.
     """
 
     observation: Observation | None = None
@@ -61,14 +66,12 @@ class TurnResult:
     statements: list[Statement] = field(default_factory=list)
     valid: bool = True
     status: EpisodeStatus | None = None
-    success: bool = False
+    success: bool | None = None
     effective: bool = False
     actions: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-    delivered: bool = True
-    rewards_of: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    invalid_turns: Sequence[int] = ()
+    answer: AnswerOutcome = field(default_factory=AnswerOutcome)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -342,21 +342,21 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         """
         episode = pending.episode
         trajectory = episode.trajectory
-        is_turn = pending.generation is not None and result.delivered
+        is_turn = pending.generation is not None and result.answer.delivered
         if pending.generation is not None and is_turn:
             self._record(pending, pending.generation, result)
         elif trajectory.turns:
             add_terms(trajectory.turns[-1], result.reward_terms)
-        trajectory.success = result.success
+        trajectory.success = bool(result.success)
         if result.error is not None:
             trajectory.error = result.error
-        for number in result.invalid_turns:
+        for number in result.answer.invalid_turns:
             turn = trajectory.turns[number]
             turn.action_is_valid = False
             # once, where the response was cut or had a malformed call too
             if turn.trained:
                 turn.reward_terms["format"] = -self.environments.penalty(episode.slot.members)
-        for number, terms in result.rewards_of.items():
+        for number, terms in result.answer.rewards_of.items():
             add_terms(trajectory.turns[number], terms)
         if result.status is not None and not trajectory.turns and result.error is None:
             trajectory.error = "the program ended without a response to any of its requests"

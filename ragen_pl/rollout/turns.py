@@ -147,6 +147,7 @@ def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult
         hit_length_limit=generation.hit_length_limit,
         temperature=episode.temperature,
         reward_terms=_charged(result.reward_terms, trained=trained),
+        success=result.success,
         info=result.info,
         statements=result.statements,
         state_description=pending.state_description,

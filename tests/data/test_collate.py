@@ -81,11 +81,11 @@ def test_episodes_have_their_success_and_the_sums_of_their_reward_terms(lm, make
     played[0].turns[0].reward_terms = {"environment": 0.25, "judge": 0.1}
     played[0].turns[1].reward_terms = {"environment": 0.5, "format": -0.05}
     played[0].turns[1].trained = False
-    played[0].turns[1].info = {"success": True}
+    played[0].turns[1].success = True
     played[0].success = True
     played[1].turns[0].reward_terms = {}
     played[2].turns[0].reward_terms = {"format": -1.0}
-    played[2].turns[0].info = {"success": False}
+    played[2].turns[0].success = False
     batch = collate(played, lm)
     assert batch.episodes.success.tolist() == [1, -1, 0]
     assert batch.terms == ("environment", "format", "judge")

@@ -68,7 +68,7 @@ def test_numbers_and_truth_values_of_libraries_are_taken(one):
 
 def test_what_info_leaves_out_has_defaults():
     step = read()
-    assert (step.success, step.action_is_valid, step.action_is_effective) == (False, True, True)
+    assert (step.success, step.action_is_valid, step.action_is_effective) == (None, True, True)
 
 
 GRAY = np.arange(84 * 60, dtype=np.uint8).reshape(84, 60)

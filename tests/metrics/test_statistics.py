@@ -72,7 +72,7 @@ def test_rollout_metrics_by_hand():
 
 def test_an_environment_that_says_no_success_is_measured_by_its_return():
     silent = make_trajectory(turn(reward=2.0, actions=["Up"], info={"coins": 2}))
-    saying = make_trajectory(turn(actions=["Up"], info={"success": False}))
+    saying = make_trajectory(turn(actions=["Up"], success=False))
     assert compute([silent])["success_reported"] == 0.0
     assert objective(compute([silent])) == 2.0
     # an episode without a step says nothing about its environment
