@@ -14,6 +14,7 @@ from ragen_pl.checkpoints.checkpoint_check import problem_of
 from ragen_pl.checkpoints.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.environments.check import check_environment
+from ragen_pl.tracking.mlflow_process import logs_by, start_early
 from ragen_pl.tracking.mlflow_run import known_run
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ def check_run(cfg: DictConfig) -> None:
     environment = check_environment(cfg)
     check_files(cfg)
     if cfg.get("algorithm"):
+        if not is_launched() and outside_processes() == 1 and logs_by(cfg.logger):
+            start_early()
         if not is_launched():
             log.info("loading torch and the settings' classes")
         with collection_paused():

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import csv
 import logging
-import shutil
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
@@ -24,9 +25,11 @@ from omegaconf import OmegaConf
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count
 from ragen_pl.base.files import disk_errors_of
-from ragen_pl.checkpoints.lock import hold, one_at_a_time
+from ragen_pl.checkpoints.lock import hold
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.tracking.logged_points import LoggedPoints
+from ragen_pl.tracking.mlflow_calls import FOLDER, LazyClient, RunCalls, now_ms
+from ragen_pl.tracking.mlflow_process import process_of_run
 from ragen_pl.tracking.mlflow_run import (
     RUN_FILE,
     check_address,
@@ -35,21 +38,26 @@ from ragen_pl.tracking.mlflow_run import (
     known_run,
     may_name,
     tracking_uri,
-    version_tags,
-    write_run_file,
 )
 from ragen_pl.tracking.outbox import Outbox, calls_in
+
+if TYPE_CHECKING:
+    from ragen_pl.tracking.mlflow_outbox import MlflowSender
 
 log = logging.getLogger(__name__)
 # characters; the whole config is kept as an artifact
 _PARAM_LENGTH = 250
 # seconds to send what is left, at the end of a phase and of the run
 _FLUSH_S = 20.0
+# to end MLflow's process, which has nothing left to do
+_END_S = 5.0
 # for the calls of a whole run
 _SYNC_S = 3600.0
 _STOPS = (KeyboardInterrupt, SystemExit, SIGTERMException)
 # Lightning adds `epoch` to every point, and the phases of a run count their steps from 0
 _NOT_LOGGED = frozenset({"epoch"})
+# characters that MLflow has not in the name of a metric
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_/. -]+")
 # not thinned: validations are few already, a warm start counts steps, and an alarm is at one iteration
 _WHOLE = ("val", "warm_start/", "collapse/")
 
@@ -57,8 +65,8 @@ _WHOLE = ("val", "warm_start/", "collapse/")
 class RunLogger(MLFlowLogger):
     """MLflow logger of one run folder: one MLflow run, however often it is resumed.
 
-    What is logged goes into a file of the folder and is sent by a thread (`ragen_pl.tracking.outbox`), so that a server
-    that is locked, away or deleted does not concern the training.
+    What is logged goes into a file of the folder and is sent from there (`ragen_pl.tracking.outbox`) by a process that
+    loads MLflow. A server that is locked, away or deleted does not concern the training.
 
     Args:
         run_dir: the run's folder, which stores the id of its MLflow run.
@@ -106,74 +114,47 @@ class RunLogger(MLFlowLogger):
         self._experiment_name, self._tracking_uri, self._log_model = experiment_name, uri, False
         self._earlier = LoggedPoints()
         if not rank_zero_only.rank:  # type: ignore[attr-defined]
-            _quieten_mlflow()
             self._open()
 
     def _open(self) -> None:
         """Create the MLflow run, or go on with it, and log its config."""
-        from ragen_pl.tracking.mlflow_outbox import FOLDER, MlflowSender, QueuedClient
-
+        # a program that has loaded MLflow sends by itself
+        self._process = process_of_run()
+        start = None if self._resumed else self._start_run()
         calls = self.folder / FOLDER
-        start = None if self._resumed else self._create()
         for call in calls_in(calls):
             names: dict[int, list[str]] = {}
             for name, _, _, step in call.get("points", ()):
                 names.setdefault(step, []).append(name)
             for step, logged in names.items():
                 self._earlier.add(logged, step)
-        super().__init__(experiment_name=self._experiment_name, tracking_uri=self._tracking_uri)
-        self._sender = MlflowSender(self.folder)
+        self._sender = self._process.sender(self.folder) if self._process else _sender(self.folder)
         self._outbox = Outbox(calls, self._sender)
-        client = QueuedClient(self._tracking_uri, folder=self.folder, outbox=self._outbox)
-        self._mlflow_client, self._initialized = client, True
-        self._client = client
+        self._calls = RunCalls(self._outbox, folder=self.folder)
+        self._client = LazyClient(self._tracking_uri, calls=self._calls)
+        self._initialized = True
         if start is None:
-            client.update_run(self._sender.run_id, status="RUNNING")
+            self._calls.status("RUNNING")
         else:
-            client.put("start", **start)
+            self._calls.put("start", **start)
         if self.settings:
             name = "config_resumed.yaml" if start is None else "config.yaml"
-            text = OmegaConf.to_yaml(OmegaConf.create(self.settings))
-            client.log_text(self._sender.run_id, text, name)
+            self._calls.text(OmegaConf.to_yaml(OmegaConf.create(self.settings)), name)
             self.log_hyperparams(self.settings)
 
-    def _create(self) -> dict[str, Any]:
-        """Create the MLflow run; return the arguments of its creation."""
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking import MlflowClient
+    def _start_run(self) -> dict[str, Any]:
+        where: dict[str, str] = {"experiment": self._experiment_name, "uri": self._tracking_uri}
+        if self._process is not None:
+            return self._process.start_run(self.folder, **where)
+        from ragen_pl.tracking.mlflow_outbox import start_run
 
-        from ragen_pl.tracking.mlflow_outbox import FOLDER, client_of_new_store, create_run
+        return start_run(self.folder, **where)
 
-        uri = self._tracking_uri
-        check_reachable(uri)
-        store, artifacts = None, None
-        if uri.startswith("sqlite:///"):
-            store = Path(uri.removeprefix("sqlite:///"))
-            store.parent.mkdir(parents=True, exist_ok=True)
-            artifacts = (store.parent / "mlartifacts").as_uri()
-        start: dict[str, Any] = {
-            "experiment": self._experiment_name,
-            "name": "/".join(self.folder.parts[-2:]),
-            "tags": {**version_tags(), "run_dir": str(self.folder)},
-            "artifacts": artifacts,
-        }
-        try:
-            if store is None:
-                run_id, _ = create_run(MlflowClient(uri), start)
-            else:
-                # runs that begin together would all create the tables
-                with one_at_a_time(store.with_suffix(".lock")):
-                    is_new = not store.exists()
-                    client = client_of_new_store(uri) if is_new else MlflowClient(uri)
-                    run_id, _ = create_run(client, start)
-        except MlflowException as error:
-            raise ConfigError(
-                f"MLflow at {uri} refused: {str(error).splitlines()[0]}; repair the store, unset "
-                "MLFLOW_TRACKING_URI for a local one, or set logger=none"
-            ) from error
-        shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
-        write_run_file(self.folder, run_id=run_id, uri=uri)
-        return start
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """MLflow's client, whose writes to the run go through the outbox too."""
+        return self._client
 
     @property
     def run_id(self) -> str | None:
@@ -198,7 +179,7 @@ class RunLogger(MLFlowLogger):
             name: value if len(value) <= _PARAM_LENGTH else value[: _PARAM_LENGTH - 1] + "…"
             for name, value in flattened(given)
         }
-        self._client.put("params", values=values)
+        self._calls.params(values)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -210,31 +191,32 @@ class RunLogger(MLFlowLogger):
             for name, value in metrics.items()
             if name not in _NOT_LOGGED and (is_due or name.startswith(_WHOLE))
         }
-        if new := self._earlier.new(named, step):
-            super().log_metrics(new, step)
+        new, now = self._earlier.new(named, step), now_ms()
+        points = [
+            (_NOT_IN_NAMES.sub("", name), value, now, step or 0) for name, value in new.items()
+        ]
+        if points:
+            self._calls.metrics(points)
 
     @rank_zero_only
     def log_files(self, path: Path, *, place: str) -> None:
         """Log a file or a folder of the run's folder as artifacts. It is read when it is sent."""
-        if path.is_dir():
-            self._client.log_artifacts(self._sender.run_id, str(path), place)
-        else:
-            self._client.log_artifact(self._sender.run_id, str(path), place)
+        self._calls.files(path, place=place)
 
     @rank_zero_only
     def remove_files(self, place: str) -> None:
         """Remove the artifacts under a name."""
-        self._client.put("remove", place=place)
+        self._calls.put("remove", place=place)
 
     @rank_zero_only
     def log_traces(self, folder: Path, *, count: int) -> None:
         """Log the first episodes of a folder of records as traces."""
-        self._client.log_traces(folder, count=count)
+        self._calls.traces(folder, count=count)
 
     @rank_zero_only
     def log_graph(self, model: object, input_array: object = None) -> None:
         """Mark the run as running. Lightning calls this at the start of each fit, and a run has several."""
-        self._client.update_run(self._sender.run_id, status="RUNNING")
+        self._calls.status("RUNNING")
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
@@ -242,7 +224,7 @@ class RunLogger(MLFlowLogger):
         if status == "failed" and isinstance(sys.exc_info()[1], _STOPS):
             status = "KILLED"
         names = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
-        self._client.set_terminated(self._sender.run_id, names.get(status, status))
+        self._calls.status(names.get(status, status))
         self._outbox.flush(limit_s=_FLUSH_S)
 
     @rank_zero_only
@@ -251,7 +233,7 @@ class RunLogger(MLFlowLogger):
         path = checkpoint_callback.last_model_path or checkpoint_callback.best_model_path
         if path:
             tag = "checkpoint" if checkpoint_callback.monitor is None else "best_checkpoint"
-            self._client.set_tag(self._sender.run_id, tag, str(Path(path).absolute()))
+            self._calls.tag(tag, Path(path).absolute())
         # a run that is resumed from the checkpoint does not log the points before it again
         self._outbox.synchronize()
 
@@ -259,6 +241,8 @@ class RunLogger(MLFlowLogger):
     def close(self) -> None:
         """Send the remaining records; log which are not sent, and the command that sends them."""
         unsent = self._outbox.close(limit_s=_FLUSH_S)
+        if self._process is not None:
+            self._process.end(limit_s=_END_S)
         if unsent is not None:
             log.warning(
                 f"MLflow at {self._tracking_uri}: {unsent}; a resumed run sends them, and so does python -m "
@@ -346,11 +330,8 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
         raise ConfigError(
             f"run={folder}: expected the folder of a run in MLflow, with its {RUN_FILE}"
         )
-    from ragen_pl.tracking.mlflow_outbox import FOLDER, MlflowSender
-
-    _quieten_mlflow()
     with hold(folder):
-        outbox = Outbox(folder / FOLDER, MlflowSender(folder))
+        outbox = Outbox(folder / FOLDER, _sender(folder))
         unsent = outbox.close(limit_s=_SYNC_S)
     if unsent is not None:
         raise ConfigError(
@@ -359,8 +340,9 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
     return f"MLflow at {known['tracking_uri']} has all of {folder}"
 
 
-def _quieten_mlflow() -> None:
-    """Suppress the messages of creating a store."""
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)
+def _sender(folder: Path) -> MlflowSender:
+    """Return the sender of a run's calls in this process."""
+    from ragen_pl.tracking import mlflow_outbox
+
+    mlflow_outbox.quieten()
+    return mlflow_outbox.MlflowSender(folder)

@@ -1,19 +1,20 @@
-"""A run's MLflow client whose writes are kept on disk and sent by a thread: `ragen_pl.tracking.outbox`."""
+"""What MLflow does for a run: it creates it, and takes the calls of `ragen_pl.tracking.mlflow_calls`.
+
+MLflow takes seconds to load. Runs load it in a process of its own, see `ragen_pl.tracking.mlflow_process`.
+"""
 
 from __future__ import annotations
 
-import math
+import logging
 import shutil
 import sqlite3
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
@@ -21,15 +22,14 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from ragen_pl.base.foreign_files import ForeignFileError, check_plain
-from ragen_pl.tracking.mlflow_run import check_reachable, known_run, write_run_file
-from ragen_pl.tracking.outbox import Call, Outbox, RefusedError, calls_in
+from ragen_pl.checkpoints.lock import one_at_a_time
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.tracking.mlflow_calls import COPIES, FOLDER, QueuedWrites, RunCalls
+from ragen_pl.tracking.mlflow_run import check_reachable, known_run, version_tags, write_run_file
+from ragen_pl.tracking.outbox import Call, RefusedError, calls_in
 from ragen_pl.viewing.records import FILE, read_records
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
-FOLDER = "mlflow"
-"""Folder of the calls in a run's folder."""
-
-_COPIES = "files"
 # MLflow's limits of a request
 _PARAMS_PER_BATCH, _METRICS_PER_BATCH = 100, 1000
 _VIEW = "mlflow.experimentKind"
@@ -37,100 +37,17 @@ _NOT_FOUND = "RESOURCE_DOES_NOT_EXIST"
 _REFUSED = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS")
 
 
-class QueuedClient(MlflowClient):
+class QueuedClient(QueuedWrites, MlflowClient):
     """MLflow client whose writes to its run go through an outbox. The other methods are MLflow's own.
 
     Args:
         uri: Tracking server.
-        folder: Folder of the run.
-        outbox: Takes the calls.
+        calls: Takes the writes.
     """
 
-    def __init__(self, uri: str, *, folder: Path, outbox: Outbox) -> None:
-        super().__init__(uri)
-        self._folder, self._outbox = folder, outbox
-
-    def put(self, call: str, /, **arguments: Any) -> None:
-        """Put a call of `MlflowSender` into the outbox."""
-        self._outbox.put({"call": call, **arguments})
-
-    def log_batch(
-        self,
-        run_id: str,
-        metrics: Sequence[Metric] = (),
-        params: Sequence[Param] = (),
-        tags: Sequence[RunTag] = (),
-        synchronous: bool | None = None,
-    ) -> None:
-        """Log metrics, parameters and tags."""
-        if metrics:
-            self.put(
-                "metrics", points=[[m.key, _plain(m.value), m.timestamp, m.step] for m in metrics]
-            )
-        if params:
-            self.put("params", values={param.key: str(param.value) for param in params})
-        for tag in tags:
-            self.put("tag", key=tag.key, value=str(tag.value))
-
-    def log_metric(
-        self,
-        run_id: str,
-        key: str,
-        value: float,
-        timestamp: int | None = None,
-        step: int | None = None,
-        *_: object,
-        **__: object,
-    ) -> None:
-        """Log a point."""
-        self.log_batch(run_id, [Metric(key, value, timestamp or _now_ms(), step or 0)])
-
-    def log_param(self, run_id: str, key: str, value: object, *_: object) -> None:
-        """Log a parameter; one that was logged with another value becomes a tag."""
-        self.log_batch(run_id, params=[Param(key, str(value))])
-
-    def set_tag(self, run_id: str, key: str, value: object, *_: object) -> None:
-        """Set a tag."""
-        self.put("tag", key=key, value=str(value))
-
-    def update_run(self, run_id: str, status: str | None = None, name: str | None = None) -> None:
-        """Set the status."""
-        self.put("status", status=status, time=_now_ms())
-
-    def set_terminated(
-        self, run_id: str, status: str | None = None, end_time: int | None = None
-    ) -> None:
-        """End the run."""
-        self.put("status", status=status or "FINISHED", time=end_time or _now_ms())
-
-    def log_text(self, run_id: str, text: str, artifact_file: str) -> None:
-        """Log a text as an artifact."""
-        self.put("text", text=text, file=artifact_file)
-
-    def log_artifact(self, run_id: str, local_path: str, artifact_path: str | None = None) -> None:
-        """Log a file. One outside the run's folder is copied, since it may be gone when it is sent."""
-        self.put("file", path=self._kept(Path(local_path)), place=artifact_path)
-
-    def log_artifacts(self, run_id: str, local_dir: str, artifact_path: str | None = None) -> None:
-        """Log a folder. One outside the run's folder is copied."""
-        self.put("folder", path=self._kept(Path(local_dir)), place=artifact_path)
-
-    def log_traces(self, folder: Path, *, count: int) -> None:
-        """Log the first episodes of a folder of records as traces."""
-        self.put("traces", path=self._kept(folder), count=count)
-
-    def _kept(self, path: Path) -> str:
-        """Return a file's path in the run's folder, which may move until it is sent."""
-        path = path.absolute()
-        if path.is_relative_to(self._folder):
-            return str(path.relative_to(self._folder))
-        copy = self._folder / FOLDER / _COPIES / uuid4().hex / path.name
-        copy.parent.mkdir(parents=True)
-        if path.is_dir():
-            shutil.copytree(path, copy)
-        else:
-            shutil.copyfile(path, copy)
-        return str(copy.relative_to(self._folder))
+    def __init__(self, uri: str, *, calls: RunCalls) -> None:
+        MlflowClient.__init__(self, uri)
+        self._calls = calls
 
 
 class MlflowSender:
@@ -215,7 +132,7 @@ class MlflowSender:
         return inside
 
     def _remove_copy(self, path: str | None) -> None:
-        copies = (self.folder / FOLDER / _COPIES).resolve()
+        copies = (self.folder / FOLDER / COPIES).resolve()
         if path is not None and self._inside(path).parent.parent == copies:
             shutil.rmtree(self._inside(path).parent, ignore_errors=True)
 
@@ -273,6 +190,53 @@ class MlflowSender:
         get_artifact_repository(run.info.artifact_uri).delete_artifacts(place)
 
 
+def start_run(folder: Path, *, experiment: str, uri: str) -> dict[str, Any]:
+    """Create a run's MLflow run; return the arguments of its creation. Calls of an earlier one are removed.
+
+    Args:
+        folder: The run's folder.
+        experiment: MLflow's experiment.
+        uri: Tracking server.
+
+    Raises:
+        ConfigError: The server cannot be reached or returns an error.
+    """
+    check_reachable(uri)
+    store, artifacts = None, None
+    if uri.startswith("sqlite:///"):
+        store = Path(uri.removeprefix("sqlite:///"))
+        store.parent.mkdir(parents=True, exist_ok=True)
+        artifacts = (store.parent / "mlartifacts").as_uri()
+    start: dict[str, Any] = {
+        "experiment": experiment,
+        "name": "/".join(folder.parts[-2:]),
+        "tags": {**version_tags(), "run_dir": str(folder)},
+        "artifacts": artifacts,
+    }
+    try:
+        if store is None:
+            run_id, _ = create_run(MlflowClient(uri), start)
+        else:
+            # runs that begin together would all create the tables
+            with one_at_a_time(store.with_suffix(".lock")):
+                client = MlflowClient(uri) if store.exists() else client_of_new_store(uri)
+                run_id, _ = create_run(client, start)
+    except MlflowException as error:
+        raise ConfigError(
+            f"MLflow at {uri} refused: {str(error).splitlines()[0]}; repair the store, unset "
+            "MLFLOW_TRACKING_URI for a local one, or set logger=none"
+        ) from error
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    write_run_file(folder, run_id=run_id, uri=uri)
+    return start
+
+
+def quieten() -> None:
+    """Suppress the messages of creating a store."""
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+
+
 def client_of_new_store(uri: str) -> MlflowClient:
     """Return the client of a store that does not exist yet, and create its tables.
 
@@ -321,13 +285,3 @@ def create_run(client: Any, start: Call) -> tuple[str, str]:
         client.set_experiment_tag(experiment_id, _VIEW, "custom_model_development")
     run = client.create_run(experiment_id, run_name=start["name"], tags=dict(start["tags"]))
     return str(run.info.run_id), str(experiment_id)
-
-
-def _plain(value: float) -> float | str:
-    """Return a number as JSON has it: `NaN` and infinite values as text."""
-    value = float(value)
-    return value if math.isfinite(value) else str(value)
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)

@@ -36,7 +36,11 @@ class Sender(Protocol):
     """The way to a server. Its methods are called by one thread, and again after any error but a `RefusedError`."""
 
     def begin(self) -> bool:
-        """Connect; return whether the server knows nothing of this run, so that all calls are sent again."""
+        """Connect, at first and after trouble.
+
+        Returns:
+            Whether the server knows nothing of this run, so that all calls are sent again.
+        """
         ...
 
     def send(self, call: Call) -> None:
@@ -139,6 +143,8 @@ class Outbox:
                 self._send_next()
                 pause = _FIRST_PAUSE_S
             except Exception as error:  # of any kind: the run goes on
+                # the server may be another one when it answers again
+                began = False
                 self._note_trouble(error, pause)
                 pause = min(2 * pause, _LAST_PAUSE_S)
 

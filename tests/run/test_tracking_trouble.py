@@ -19,6 +19,8 @@ from mlflow.tracking import MlflowClient
 from ragen_pl.config import ConfigError
 from ragen_pl.tracking import loggers
 from ragen_pl.tracking.loggers import RunLogger, send_unsent
+from ragen_pl.tracking.mlflow_calls import RunCalls
+from ragen_pl.tracking.mlflow_process import MlflowProcess
 from ragen_pl.tracking.outbox import Outbox, RefusedError, calls_in
 
 LIMIT_S = 120.0
@@ -221,6 +223,28 @@ def test_a_deleted_store_gets_all_points_at_the_next_resume(run, empty_store):
     assert resumed._outbox.flush(limit_s=LIMIT_S)
     assert points(run, "update/loss") == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
     resumed.close()
+
+
+def test_a_process_with_mlflow_that_is_killed_is_replaced(run, caplog):
+    process = MlflowProcess()
+    with pytest.raises(ConfigError, match=r"127.0.0.1:9 cannot be reached"):
+        process.start_run(run, experiment="ragen_pl", uri="http://127.0.0.1:9")
+    uri = f"sqlite:///{run.parents[1]}/mlflow.db"
+    start = process.start_run(run, experiment="ragen_pl", uri=uri)
+    outbox = Outbox(run / "mlflow", process.sender(run))
+    calls = RunCalls(outbox, folder=run)
+    calls.put("start", **start)
+    calls.metrics([("update/loss", 0.5, 1, 0)])
+    calls.put("file", path="none", place=None)
+    assert outbox.flush(limit_s=LIMIT_S) and "none is gone" in caplog.text
+    process._process.kill()
+    calls.metrics([("update/loss", float("nan"), 1, 1)])
+    assert not outbox.flush(limit_s=LIMIT_S) and "process of MLflow has ended" in caplog.text
+    calls.status("FINISHED")
+    assert outbox.close(limit_s=LIMIT_S) is None
+    assert [step for step, _ in points(run, "update/loss")] == [0, 1]
+    process.end(limit_s=LIMIT_S)
+    assert process._process.returncode == 0
 
 
 def test_files_outside_the_runs_folder_are_not_sent(run, tmp_path):
