@@ -16,8 +16,8 @@ from ragen_pl.config.errors import ConfigError
 @hydra_main("sync")
 def main(cfg: DictConfig) -> None:
     """Send it and print the result."""
-    if cfg.run is None:
-        raise ConfigError("run=null: expected a run's folder")
+    if not isinstance(cfg.run, str):
+        raise ConfigError(f"run={cfg.run or 'null'}: expected a run's folder")
     from ragen_pl.tracking.loggers import send_unsent
 
     print(send_unsent(Path(cfg.run).expanduser().absolute(), trusted=cfg.trust))

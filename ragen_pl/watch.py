@@ -18,9 +18,9 @@ def main(cfg: DictConfig) -> None:
     """Start the server, print its address, and answer until Ctrl-C."""
     from ragen_pl.viewing.watch import HOST, RunWatch, listen, serve
 
-    places = [
-        Path(place).expanduser().absolute() for place in cfg.runs or [cfg.run or cfg.paths.root]
-    ]
+    shown = cfg.runs or cfg.run or cfg.paths.root
+    named = [shown] if isinstance(shown, str) else shown
+    places = [Path(place).expanduser().absolute() for place in named]
     try:
         server = listen(cfg.port)
     except OSError as error:

@@ -93,7 +93,9 @@ def build_validation_set(
     proxy: AgentProxy[ContextManager], env: DictConfig, *, episodes: int, **changes: Any
 ) -> ValidationSet:
     """Build the held-out validation set, in environments of the node `env` with `changes` to their settings."""
-    proxy = replace(proxy, environments=build_environments(env, **changes))
+    # a comparison takes episodes from equal states together
+    environments = build_environments(env, record_states=True, **changes)
+    proxy = replace(proxy, environments=environments)
     return ValidationSet(HELD_OUT, proxy, episodes=episodes)
 
 

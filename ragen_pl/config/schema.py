@@ -315,11 +315,21 @@ class _Settings(TypedDict, total=False):
     # serve_environment
     server: Annotated[dict[str, Any], Arguments("ragen_pl.environments.serving.ServerSettings")]
 
-    # sync and watch
-    run: Annotated[ExistingPath, Note("a run's folder")] | None
+    # sync, watch and compare
+    run: (
+        Annotated[ExistingPath, Note("a run's folder")]
+        | Sequence[Annotated[ExistingPath, Note("a folder")]]
+        | None
+    )
     runs: Sequence[Annotated[ExistingPath, Note("a folder")]] | None
     port: Port
     open: bool
+
+    # compare
+    with_: (
+        Annotated[ExistingPath, Note("a run's folder")]
+        | Sequence[Annotated[ExistingPath, Note("a folder")]]
+    )
 
     # import_gguf
     file: ExistingPath
@@ -351,5 +361,6 @@ Settings = Annotated[
     _Settings,
     Arguments("ragen_pl.modules.settings.OptimizationSettings"),
     Arguments("ragen_pl.evaluation.sampling.SamplingSettings"),
+    Arguments("ragen_pl.evaluation.played.Question"),
     Arguments("ragen_pl.deployment.settings.ServeSettings"),
 ]

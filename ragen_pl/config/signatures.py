@@ -11,6 +11,7 @@ import ast
 import builtins
 import collections.abc
 import functools
+import keyword
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -278,10 +279,15 @@ def _of_base(target: str) -> Signature:
 
 
 def _fields(cls: griffe.Class) -> dict[str, Parameter]:
-    """Return the fields of a dataclass or `TypedDict`, without those of its bases."""
+    """Return the fields of a dataclass or `TypedDict`, without those of its bases.
+
+    The field of a key that is a word of Python ends with an underscore.
+    """
     scope = _Scope(cls.module.path)
     return {
-        name: Parameter(scope.evaluate(one.annotation))
+        name[:-1] if keyword.iskeyword(name[:-1]) else name: Parameter(
+            scope.evaluate(one.annotation)
+        )
         for name, one in cls.members.items()
         if isinstance(one, griffe.Attribute)
         and not name.startswith("_")

@@ -77,6 +77,7 @@ class Record(TypedDict):
     policy: NotRequired[str]
     member: NotRequired[int]
     error: NotRequired[str | None]
+    initial_state: NotRequired[str | None]
 
 
 @cache
@@ -223,6 +224,7 @@ def to_record(
         "group": trajectory.group,
         "member": trajectory.member,
         "seed": trajectory.seed,
+        "initial_state": initial_state(trajectory),
         "status": str(trajectory.status),
         "success": bool(trajectory.success),
         "return": trajectory.reward,
@@ -231,6 +233,12 @@ def to_record(
         "turns": turns,
         "final_images": images.names(trajectory.final_images) if images else [],
     }
+
+
+def initial_state(trajectory: Trajectory) -> str | None:
+    """Return a digest of the state that an episode began in, None where it is not recorded."""
+    key = trajectory.turns[0].state_key if trajectory.turns else None
+    return None if key is None else hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _turn(

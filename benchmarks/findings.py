@@ -1,0 +1,370 @@
+"""Repeat what papers found, with seeds and intervals: runs of each finding, and the report `docs/findings.md`.
+
+A finding is declared below as data: what was claimed, the arms, and the criterion of the verdict. The criterion is
+written before the runs. All runs of a seed and task start from the same warm start. Finished runs are kept and
+interrupted ones are continued.
+
+    python benchmarks/findings.py list
+    python benchmarks/findings.py run filter --seeds 5 --jobs 2
+    python benchmarks/findings.py report
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from runner import QUIET, ROOT, fit
+
+Overrides = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """What decides whether a finding holds: the difference of two arms in a metric on the same held-out episodes.
+
+    Attributes:
+        more: Arm that is claimed to be better.
+        less: Arm that it is compared with.
+        metric: A metric of `ragen_pl.evaluation.comparison.METRICS`, of the last weights.
+        least: Smallest difference that counts as an effect.
+        seeds: Number of seeds that a verdict needs.
+    """
+
+    more: str
+    less: str
+    metric: str = "success"
+    least: float = 0.02
+    seeds: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A published finding and the runs that repeat it.
+
+    Attributes:
+        question: What is asked.
+        claim: What was published, without a figure where none is known.
+        source: Where.
+        task: A name of `TASKS`.
+        overrides: Of all arms.
+        arms: Overrides of each arm by its name.
+        starts: Overrides of the arms that change the warm start too; the others share the task's.
+        criterion: What decides.
+        iterations: Iterations of a run.
+    """
+
+    question: str
+    claim: str
+    source: str
+    task: str
+    arms: Mapping[str, Overrides]
+    criterion: Criterion
+    iterations: int
+    overrides: Overrides = ()
+    starts: Mapping[str, Overrides] | None = None
+
+    def start_of(self, arm: str) -> Overrides:
+        """Return the overrides that an arm's warm start depends on."""
+        return (*TASKS[self.task], *(self.starts or {}).get(arm, ()))
+
+    @property
+    def may_differ(self) -> list[str]:
+        """Settings of the episodes that differ between the arms: those that the arms change."""
+        changed = [
+            line
+            for arm in self.arms
+            for line in (*self.arms[arm], *(self.starts or {}).get(arm, ()))
+        ]
+        return sorted({line.partition("=")[0] for line in changed if line.startswith("env.")})
+
+
+# demonstrations without plans, so that what the agent knows of acting, RL has taught it
+TASKS: dict[str, Overrides] = {
+    "frozenlake_visual": (
+        "env=frozenlake_visual", "curriculum=null", "warm_start.episodes=2048", "validation.episodes=256",
+    ),
+    "frozenlake": (
+        "env=frozenlake", "model=small_lm", "env.kwargs.plans=false", "curriculum=null",
+        "rollout.max_response_tokens=24", "warm_start.steps=300", "warm_start.episodes=4096", "warm_start.stages=null",
+        "warm_start.demonstrator.noise=0.85", "warm_start.demonstrator.base=blind",
+    ),
+    "sokoban": (
+        "env=sokoban", "model=small_lm", "env.kwargs.max_pushes=2", "rollout.max_response_tokens=56",
+        "warm_start.steps=500", "warm_start.episodes=4096",
+    ),
+}  # fmt: skip
+# of all runs
+_COMMON = (
+    *QUIET, "callbacks.diagnostics=null", "callbacks.collapse=null", "callbacks.plots=null",
+    "validation.baselines=null", "validation.blank=false", "learning_rate_end=1.0", "optimizer.lr=4e-4",
+)  # fmt: skip
+_RAGEN = "RAGEN, Wang et al. 2025, arXiv 2504.20073"
+_VAGEN = "VAGEN, Wang et al. 2025"
+_NO_KL = ("algorithm.loss.kl.coefficient=0.0", "algorithm.loss.kl.reference=null")
+_ALL_SAMPLED = "algorithm.masks.advantage._target_=ragen_pl.algorithms.masks.sampled"
+_ALL_ONE = tuple(
+    f"algorithm.estimator.{name}=1.0"
+    for name in ("gamma_turn", "lam_turn", "gamma_token", "lam_token")
+)
+
+
+def _several_actions(most: int, *, turns: int) -> Overrides:
+    """Return the settings of up to so many actions a turn, which are demonstrated."""
+    return (
+        f"env.max_actions_per_turn={most}", f"env.max_turns={turns}", "~warm_start.demonstrator.noise",
+        "~warm_start.demonstrator.base", f"+warm_start.demonstrator.most={most}",
+        "warm_start.demonstrator._target_=ragen_pl.envs.policies.SeveralActions",
+        "+warm_start.demonstrator.policy={_target_: ragen_pl.envs.policies.NoisyPolicy, noise: 0.5, base: optimal}",
+    )  # fmt: skip
+
+
+FINDINGS: dict[str, Finding] = {
+    "filter": Finding(
+        question="Does it help to train on the groups with the highest deviation of returns only?",
+        claim="StarPO-S keeps a quarter of the groups, and is more stable and better than without the filter.",
+        source=_RAGEN,
+        task="frozenlake_visual",
+        # a minibatch has 32 episodes in each arm, as in the paper
+        overrides=("algorithm=starpo_s", "rollout.groups=16", "rollout.group_size=8"),
+        arms={
+            "keep 25%": ("algorithm.filter.keep.fraction=0.25", "update.minibatches=1"),
+            "keep 50%": ("algorithm.filter.keep.fraction=0.5", "update.minibatches=2"),
+            "keep 75%": ("algorithm.filter.keep.fraction=0.75", "update.minibatches=3"),
+            "keep 100%": ("algorithm.filter.keep.fraction=1.0", "update.minibatches=4"),
+        },
+        criterion=Criterion(more="keep 25%", less="keep 100%"),
+        iterations=12,
+    ),
+    "group_size": Finding(
+        question="At a fixed number of episodes, are more initial states better than more episodes of each?",
+        claim="Diverse initial states with a few responses each (4) generalize better than few with many.",
+        source=_RAGEN,
+        task="frozenlake_visual",
+        overrides=("algorithm=starpo",),
+        arms={
+            f"{128 // size} states, {size} each": (f"rollout.groups={128 // size}", f"rollout.group_size={size}")
+            for size in (1, 2, 4, 8, 16)
+        },
+        criterion=Criterion(more="32 states, 4 each", less="8 states, 16 each"),
+        iterations=16,
+    ),
+    "actions_turns_fixed": Finding(
+        question="Do several actions a turn help, with the number of turns fixed?",
+        claim="A medium number of actions a turn (5 or 6) helps planning.",
+        source=_RAGEN,
+        task="sokoban",
+        overrides=("algorithm=starpo",),
+        arms={"1 action": (), "2 actions": (), "4 actions": ()},
+        starts={
+            "1 action": _several_actions(1, turns=6),
+            "2 actions": _several_actions(2, turns=6),
+            "4 actions": _several_actions(4, turns=6),
+        },
+        criterion=Criterion(more="4 actions", less="1 action"),
+        iterations=16,
+    ),
+    "actions_moves_fixed": Finding(
+        question="Do several actions a turn help, with the number of moves fixed?",
+        claim="A medium number of actions a turn (5 or 6) helps planning.",
+        source=_RAGEN,
+        task="sokoban",
+        overrides=("algorithm=starpo",),
+        arms={"1 action": (), "2 actions": (), "4 actions": ()},
+        starts={
+            "1 action": _several_actions(1, turns=24),
+            "2 actions": _several_actions(2, turns=12),
+            "4 actions": _several_actions(4, turns=6),
+        },
+        criterion=Criterion(more="4 actions", less="1 action"),
+        iterations=16,
+    ),
+    "freshness": Finding(
+        question="Are fresh rollouts better than several epochs on one?",
+        claim="One update a rollout is the most stable; more frequent sampling is better.",
+        source=_RAGEN,
+        task="frozenlake_visual",
+        overrides=("algorithm=starpo",),
+        arms={
+            "1 epoch": ("update.epochs=1",),
+            "2 epochs": ("update.epochs=2",),
+            "5 epochs": ("update.epochs=5",),
+            "1 epoch, one iteration ahead": ("update.epochs=1", "rollout.iterations_ahead=1"),
+        },
+        criterion=Criterion(more="1 epoch", less="5 epochs"),
+        iterations=16,
+    ),
+    "reasoning": Finding(
+        question="Does reasoning before the answer help?",
+        claim="Reasoning hardly emerges without a reward for it; it helps in single-turn tasks and decays in others.",
+        source=_RAGEN,
+        task="frozenlake",
+        overrides=("algorithm=starpo",),
+        arms={
+            "with": (),
+            "without": (),
+            "with, its length rewarded": (
+                "algorithm.rewards.think_length.amount=0.1", "algorithm.rewards.think_length.high=16",
+            ),
+        },
+        starts={"without": ("env.prompt_format=no_think",)},
+        criterion=Criterion(more="with", less="without"),
+        iterations=30,
+    ),
+    "horizon": Finding(
+        question="Does a long horizon make training worse?",
+        claim="Training collapses at long horizons, even with StarPO-S.",
+        source=_RAGEN,
+        task="frozenlake_visual",
+        overrides=("algorithm=starpo_s", "env.kwargs.size=5", "env.kwargs.min_distance=4"),
+        arms={f"{turns} turns": (f"env.max_turns={turns}",) for turns in (4, 8, 16, 32)},
+        starts={
+            f"{turns} turns": ("env.kwargs.size=5", "env.kwargs.min_distance=4", f"env.max_turns={turns}")
+            for turns in (4, 8, 16, 32)
+        },
+        criterion=Criterion(more="8 turns", less="32 turns"),
+        iterations=16,
+    ),
+    "trico_parts": Finding(
+        question="Which part of TRICO helps: its masks, or credit by turns?",
+        claim="Selective masks and bi-level GAE together are better than StarPO.",
+        source=_VAGEN,
+        task="frozenlake_visual",
+        arms={
+            "trico": ("algorithm=trico",),
+            "masks only": ("algorithm=trico", *_ALL_ONE),
+            "credit only": ("algorithm=trico", _ALL_SAMPLED),
+            "neither": ("algorithm=starpo",),
+        },
+        criterion=Criterion(more="trico", less="neither"),
+        iterations=16,
+    ),
+    "estimators": Finding(
+        question="Which estimator learns most from the same number of episodes?",
+        claim="Credit by turns is better than one advantage for the whole episode.",
+        source=_VAGEN,
+        task="frozenlake_visual",
+        # none has a penalty on the divergence, which differs between the presets
+        overrides=("rollout.groups=16", "rollout.group_size=8"),
+        arms={
+            "trico": ("algorithm=trico", *_NO_KL),
+            "trico_published": ("algorithm=trico_published", *_NO_KL),
+            "turn_ppo": ("algorithm=turn_ppo", *_NO_KL),
+            "starpo": ("algorithm=starpo", *_NO_KL),
+            "gigpo": ("algorithm=gigpo", *_NO_KL),
+            "grpo": ("algorithm=grpo", *_NO_KL),
+            "rloo": ("algorithm=rloo", *_NO_KL),
+            "reinforce_pp": ("algorithm=reinforce_pp", *_NO_KL),
+        },
+        criterion=Criterion(more="trico", less="grpo"),
+        iterations=16,
+    ),
+}  # fmt: skip
+"""By name, those that need the fewest hours first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of a finding."""
+
+    name: str
+    arm: str
+    seed: int
+
+    @property
+    def finding(self) -> Finding:
+        """The finding."""
+        return FINDINGS[self.name]
+
+    def folder(self, out: Path) -> Path:
+        """Return the run's folder."""
+        arm = self.arm.replace("%", "").replace(", ", "_").replace(" ", "_")
+        return out / self.name / arm / str(self.seed)
+
+    def start(self, out: Path) -> Path:
+        """Return the folder of the warm start that the run shares with others."""
+        text = repr(self.finding.start_of(self.arm))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        return out / "warm_starts" / f"{self.finding.task}_{digest}" / str(self.seed)
+
+    def start_overrides(self) -> Overrides:
+        """Return the overrides of the warm start."""
+        return (
+            *self.finding.start_of(self.arm), "algorithm=trico", *_COMMON, "trainer.max_epochs=0",
+            "trainer.limit_val_batches=0", f"seed={self.seed}",
+        )  # fmt: skip
+
+    def overrides(self, out: Path) -> Overrides:
+        """Return the overrides of the run. Half of its iterations lie between two validations."""
+        finding = self.finding
+        return (
+            *finding.start_of(self.arm), *finding.overrides, *finding.arms[self.arm], *_COMMON, f"seed={self.seed}",
+            f"trainer.max_epochs={finding.iterations}", f"trainer.check_val_every_n_epoch={finding.iterations // 2}",
+            f"warm_start.weights='{self.start(out) / 'warm_start.pt'}'",
+        )  # fmt: skip
+
+
+def cells(name: str, *, seeds: int) -> list[Cell]:
+    """Return the runs of a finding in order: of each seed the two arms that decide, then all others."""
+    criterion, arms = FINDINGS[name].criterion, FINDINGS[name].arms
+    deciding = [criterion.more, criterion.less]
+    others = [arm for arm in arms if arm not in deciding]
+    return [
+        Cell(name=name, arm=arm, seed=seed)
+        for chosen in (deciding, others)
+        for seed in range(seeds)
+        for arm in chosen
+    ]
+
+
+def run(name: str, out: Path, *, seeds: int, jobs: int) -> None:
+    """Run a finding, several runs at once: each warm start before the first run that needs it."""
+    # runs that share a warm start wait for it
+    locks: dict[Path, Lock] = defaultdict(Lock)
+
+    def run_cell(cell: Cell) -> None:
+        start = cell.start(out)
+        with locks[start]:
+            has_start = fit(start, *cell.start_overrides())
+        if has_start:
+            fit(cell.folder(out), *cell.overrides(out))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run_cell, cells(name, seeds=seeds)))
+
+
+def main() -> None:
+    """List findings, run one, or write the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "findings")
+    actions = parser.add_subparsers(dest="action", required=True)
+    actions.add_parser("list", help="print the findings, each with the number of its runs")
+    running = actions.add_parser("run", help="run a finding, or continue it")
+    running.add_argument("name", choices=FINDINGS)
+    running.add_argument("--seeds", type=int, default=5)
+    running.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
+    reporting = actions.add_parser("report", help="write the page from the finished runs")
+    reporting.add_argument("--page", type=Path, default=ROOT / "docs" / "findings.md")
+    args = parser.parse_args()
+    out = args.out.absolute()
+    if args.action == "list":
+        for name, finding in FINDINGS.items():
+            print(
+                f"{name}: {finding.question} {len(finding.arms)} arms, {finding.iterations} iterations"
+            )
+    elif args.action == "run":
+        run(args.name, out, seeds=args.seeds, jobs=args.jobs)
+    else:
+        from findings_report import write_report
+
+        write_report(FINDINGS, cells, out=out, page=args.page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""How each episode of a validation ended, and what the run had cost until then, as a file of JSON.
+
+`<run>/validations/<validation set>/iteration_<n>.json` is of the weights after n iterations. A comparison of runs reads
+these files, those of somebody else too: they are plain files of a limited size, and their types are checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from ragen_pl.base.files import atomic_write
+from ragen_pl.base.foreign_files import is_inside, plain_json
+from ragen_pl.base.json_text import json_text
+from ragen_pl.trajectory import Trajectory
+from ragen_pl.viewing.records import initial_state
+
+FOLDER = "validations"
+SCHEMA = 1
+_NAME = re.compile(r"iteration_([0-9]{4,9})\.json")
+_MAX_BYTES = 1 << 26
+
+Checked = TypeVar("Checked")
+# `return` is a word of Python
+Outcome = TypedDict(
+    "Outcome",
+    {
+        "group": int,
+        "member": int,
+        "seed": int,
+        "state": str | None,
+        "status": str,
+        "success": bool,
+        "return": float,
+        "turns": int,
+        "response_tokens": int,
+    },
+)
+"""How an episode ended. `state` is a digest of the initial state, null where the environment names none."""
+
+
+class Cost(TypedDict):
+    """What reinforcement learning has taken so far, without its validations and without the warm start.
+
+    Attributes:
+        episodes: number of sampled episodes.
+        response_tokens: number of sampled tokens.
+        seconds: time that has passed.
+        processor_seconds: processor time of the trainer's processes.
+    """
+
+    episodes: int
+    response_tokens: int
+    seconds: float
+    processor_seconds: float
+
+
+class Validation(TypedDict):
+    """A validation, by whose types others' files are checked."""
+
+    schema: int
+    iteration: int
+    validation_set: str
+    cost: Cost
+    episodes: list[Outcome]
+
+
+@cache
+def _outcomes() -> TypeAdapter[Outcome]:
+    # a run that writes validations reads none
+    return TypeAdapter(Outcome)
+
+
+@cache
+def _validations() -> TypeAdapter[Validation]:
+    return TypeAdapter(Validation)
+
+
+def outcome_of(trajectory: Trajectory) -> Outcome:
+    """Return how an episode ended."""
+    return {
+        "group": trajectory.group,
+        "member": trajectory.member,
+        "seed": trajectory.seed,
+        "state": initial_state(trajectory),
+        "status": str(trajectory.status),
+        "success": bool(trajectory.success),
+        "return": trajectory.reward,
+        "turns": len(trajectory.turns),
+        "response_tokens": sum(len(turn.response_ids) for turn in trajectory.turns),
+    }
+
+
+def outcome_of_record(record: Mapping[str, Any]) -> Outcome:
+    """Return how an episode of `ragen_pl.viewing.records` ended.
+
+    Raises:
+        ValueError: a value has another type.
+    """
+    outcome = {
+        **{name: record.get(name) for name in ("group", "member", "seed", "status", "success")},
+        "state": record.get("initial_state"),
+        "return": record.get("return"),
+        "turns": len(record["turns"]),
+        "response_tokens": sum(len(turn.get("response_ids", ())) for turn in record["turns"]),
+    }
+    return _checked(_outcomes(), outcome)
+
+
+def write_validation(validation: Validation, run: Path) -> Path:
+    """Write a validation into a run's folder and return the file's path."""
+    name = f"iteration_{validation['iteration']:04d}.json"
+    file = run / FOLDER / validation["validation_set"] / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(file) as partial:
+        partial.write_text(json_text(validation) + "\n", encoding="utf-8")
+    return file
+
+
+def validation_files(run: Path, name: str) -> dict[int, Path]:
+    """Return the files of a run's validations on a validation set by the number of iterations before them."""
+    folder = run / FOLDER / name
+    named = ((file, _NAME.fullmatch(file.name)) for file in folder.glob("*.json"))
+    found = {int(match[1]): file for file, match in named if match and is_inside(run, file)}
+    return dict(sorted(found.items()))
+
+
+def read_validation(file: Path) -> Validation:
+    """Return a validation.
+
+    Raises:
+        ValueError: the file is too large, or holds something else.
+    """
+    if file.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"{file}: larger than {_MAX_BYTES} bytes")
+    try:
+        content = plain_json(file.read_bytes())
+        if isinstance(content, dict) and content.get("schema") != SCHEMA:
+            raise ValueError(f"found schema {content.get('schema')}, expected {SCHEMA}")
+        return _checked(_validations(), content)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _checked(adapter: TypeAdapter[Checked], value: object) -> Checked:
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
