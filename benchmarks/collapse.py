@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +23,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from runner import ROOT, fit
 
 from ragen_pl.callbacks.collapse import Alarm
 
-ROOT = Path(__file__).parents[1]
 Diagnostics = dict[str, float]
 _ACT = (
     "callbacks.collapse.actions=[rollback,mitigate]",
@@ -86,22 +83,20 @@ def main() -> None:
             "callbacks.progress=null",
             *args.overrides,
         )
-        if not weights.exists():
-            fit(
-                weights.parent,
-                *common,
-                "logger=none",
-                "trainer.max_epochs=0",
-                "validation.baselines=null",
-            )
+        fit(
+            weights.parent,
+            *common,
+            "logger=none",
+            "trainer.max_epochs=0",
+            "validation.baselines=null",
+        )
         for name, monitor in VARIANTS.items():
-            if not (out / name / "metrics.json").exists():
-                fit(
-                    out / name, *common, *collapsing, *monitor, f"warm_start.weights={weights}", "logger=csv",
-                    f"trainer.max_epochs={args.iterations}", "trainer.check_val_every_n_epoch=10",
-                    "validation.baselines=null", "validation.blank=false", "callbacks.trajectories=null",
-                    *PROBED, "callbacks.collapse.good_every_n_iterations=1",
-                )  # fmt: skip
+            fit(
+                out / name, *common, *collapsing, *monitor, f"warm_start.weights={weights}", "logger=csv",
+                f"trainer.max_epochs={args.iterations}", "trainer.check_val_every_n_epoch=10",
+                "validation.baselines=null", "validation.blank=false", "callbacks.trajectories=null",
+                *PROBED, "callbacks.collapse.good_every_n_iterations=1",
+            )  # fmt: skip
     write_page(
         {name: read(out / name) for name in VARIANTS if (out / name / "metrics.json").exists()},
         alarms=alarms_of(out / "none"),
@@ -115,19 +110,6 @@ def main() -> None:
             )
         ),
     )
-
-
-def fit(folder: Path, *overrides: str) -> None:
-    """Run a training job on one thread. Its output goes to log.txt in the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    overrides += ("ckpt_path=last",) if (folder / "config.yaml").exists() else ()
-    command = [sys.executable, "-m", "ragen_pl.fit", *overrides, f"paths.run_dir='{folder}'"]
-    with (folder / "log.txt").open("w") as log:
-        subprocess.run(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, check=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        )  # fmt: skip
-    print(f"{folder}: done", flush=True)
 
 
 def read(folder: Path) -> Run:

@@ -11,17 +11,14 @@ Finished runs are kept and interrupted runs are resumed. The report with its plo
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from comparison_report import write_report
+from runner import ROOT, fit
 
-ROOT = Path(__file__).parents[1]
 # demonstrations without plans, so that algorithms differ by what they teach
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "frozenlake_visual": ("env=frozenlake_visual",),
@@ -95,18 +92,15 @@ class WarmStart:
         """Return the file with its weights."""
         return self.folder(out) / "warm_start.pt"
 
-    def command(self, out: Path, args: argparse.Namespace) -> list[str]:
-        """Return the command that runs the warm start without RL."""
+    def overrides(self, args: argparse.Namespace) -> list[str]:
+        """Return the overrides of a run of the warm start without RL."""
         own = ["algorithm=trico"]
         if self.whole_episodes:
             own = ["algorithm=rico", f"warm_start.steps={_STEPS_OF_EPISODES[self.environment]}"]
-        has_started = (self.folder(out) / "config.yaml").exists()
-        own += ["ckpt_path=last"] if has_started else []
         return [
-            sys.executable, "-m", "ragen_pl.fit", *_ALL_ENVIRONMENTS[self.environment], *own,
-            f"seed={self.seed}",
-            f"paths.run_dir={self.folder(out)}", "logger=none", "callbacks.progress=null", "trainer.max_epochs=0",
-            f"validation.episodes={args.validation_episodes}", "validation.blank=false", *args.overrides,
+            *_ALL_ENVIRONMENTS[self.environment], *own, f"seed={self.seed}", "logger=none", "callbacks.progress=null",
+            "trainer.max_epochs=0", f"validation.episodes={args.validation_episodes}", "validation.blank=false",
+            *args.overrides,
         ]  # fmt: skip
 
 
@@ -136,24 +130,20 @@ class Cell:
             seed=self.seed,
         )
 
-    def command(self, out: Path, args: argparse.Namespace) -> list[str]:
-        """Return the command that starts or resumes the run."""
-        folder = self.folder(out)
-        weights = self.warm_start.weights(out)
-        has_started = (folder / "config.yaml").exists()
+    def overrides(self, out: Path, args: argparse.Namespace) -> list[str]:
+        """Return the overrides of the run."""
         return [
-            sys.executable, "-m", "ragen_pl.fit", *_ALL_ENVIRONMENTS[self.environment],
-            *(ALGORITHMS | FURTHER)[self.algorithm], f"seed={self.seed}",
-            f"paths.run_dir={folder}", "logger=csv", "callbacks.progress=null",
-            "callbacks.trajectories=null", f"validation.episodes={args.validation_episodes}", "validation.blank=false",
-            f"warm_start.weights={weights}",
+            *_ALL_ENVIRONMENTS[self.environment], *(ALGORITHMS | FURTHER)[self.algorithm], f"seed={self.seed}",
+            "logger=csv", "callbacks.progress=null", "callbacks.trajectories=null",
+            f"validation.episodes={args.validation_episodes}", "validation.blank=false",
+            f"warm_start.weights={self.warm_start.weights(out)}",
             # The learning rate is constant because the number of iterations is not known in advance.
             "learning_rate_end=1.0", f"optimizer.lr={args.lr}", f"trainer.max_epochs={args.iterations}",
             f"trainer.check_val_every_n_epoch={args.every}",
             "+callbacks.timer._target_=lightning.pytorch.callbacks.Timer",
             f"+callbacks.timer.duration.seconds={round(60 * args.minutes)}",
             "+callbacks.timer.interval=epoch",
-            *args.overrides, *(["ckpt_path=last"] if has_started else []),
+            *args.overrides,
         ]  # fmt: skip
 
 
@@ -165,30 +155,6 @@ def cells(args: argparse.Namespace, algorithms: Sequence[str]) -> list[Cell]:
         for seed in range(args.seeds)
         for algorithm in algorithms
     ]
-
-
-def run_warm_start(warm_start: WarmStart, out: Path, args: argparse.Namespace) -> None:
-    """Run a warm start unless its weights exist."""
-    if not warm_start.weights(out).exists():
-        _run(warm_start.command(out, args), warm_start.folder(out))
-
-
-def run_cell(cell: Cell, out: Path, args: argparse.Namespace) -> None:
-    """Start or resume a run unless it is finished."""
-    if not (cell.folder(out) / "metrics.json").exists():
-        _run(cell.command(out, args), cell.folder(out))
-
-
-def _run(command: list[str], folder: Path) -> None:
-    """Run a command on one thread. Its output goes to log.txt in the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log.txt").open("a") as log:
-        process = subprocess.run(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        )  # fmt: skip
-    status = "done" if process.returncode == 0 else f"exit code {process.returncode}, see log.txt"
-    print(f"{folder}: {status}", flush=True)
 
 
 def main() -> None:
@@ -220,8 +186,10 @@ def main() -> None:
         selected = cells(args, args.algorithms)
         warm_starts = dict.fromkeys(cell.warm_start for cell in selected)
         with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(lambda warm_start: run_warm_start(warm_start, out, args), warm_starts))
-            list(pool.map(lambda cell: run_cell(cell, out, args), selected))
+            list(
+                pool.map(lambda start: fit(start.folder(out), *start.overrides(args)), warm_starts)
+            )
+            list(pool.map(lambda cell: fit(cell.folder(out), *cell.overrides(out, args)), selected))
     all_cells = cells(args, (*ALGORITHMS, *FURTHER))
     write_report(
         {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -28,15 +28,15 @@ class Curve:
         iterations: Iterations before each validation.
         seconds: Seconds before each validation.
         success: Success of each validation.
-        sampled: Success of the sampled episodes of the last quarter of the iterations.
+        sampled: Success of the sampled episodes of the last quarter of the iterations, NaN where it is not read.
         metrics: The run's last metrics.
     """
 
     iterations: np.ndarray
     seconds: np.ndarray
     success: np.ndarray
-    sampled: float
-    metrics: Mapping[str, float]
+    sampled: float = math.nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_curve(folder: Path) -> Curve:
@@ -156,8 +156,14 @@ def _area(curve: Curve) -> float:
     return float(np.trapezoid(curve.success, curve.seconds) / width)
 
 
-def draw(curves: Mapping[tuple[str, int], Curve], *, title: str, file: Path) -> None:
-    """Draw the mean success over seeds by iteration and by minutes, with the range of the seeds shaded."""
+def draw(
+    curves: Mapping[tuple[str, int], Curve],
+    *,
+    title: str,
+    file: Path,
+    clock: str = "minutes of RL",
+) -> None:
+    """Draw the mean success over seeds by iteration and by minutes of a clock, with the range of the seeds shaded."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     for color, algorithm in enumerate(dict.fromkeys(name for name, _ in curves)):
         runs = [curve for (name, _), curve in curves.items() if name == algorithm]
@@ -172,7 +178,7 @@ def draw(curves: Mapping[tuple[str, int], Curve], *, title: str, file: Path) -> 
     axes[0].set(
         xlabel="iteration", ylabel="greedy success on held-out episodes", title=title, ylim=(0, 1)
     )
-    axes[1].set(xlabel="minutes of RL")
+    axes[1].set(xlabel=clock)
     axes[1].legend(fontsize=8)
     for axis in axes:
         axis.grid(alpha=0.3)

@@ -50,8 +50,9 @@ class Finding:
 
     Attributes:
         question: What is asked.
-        claim: What was published, without a figure where none is known.
+        claim: What was published.
         source: Where.
+        figure: Its published figure, None where none is known.
         task: A name of `TASKS`.
         overrides: Of all arms.
         arms: Overrides of each arm by its name.
@@ -67,6 +68,7 @@ class Finding:
     arms: Mapping[str, Overrides]
     criterion: Criterion
     iterations: int
+    figure: str | None = None
     overrides: Overrides = ()
     starts: Mapping[str, Overrides] | None = None
 

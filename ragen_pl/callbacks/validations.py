@@ -22,7 +22,7 @@ from ragen_pl.viewing.validations import SCHEMA, Outcome, outcome_of, write_vali
 class KeepValidations(RolloutCallback):
     """Write `<run>/validations/<validation set>/iteration_<n>.json` of every validation, for `ragen_pl.compare`.
 
-    A file has about 150 bytes an episode. It holds what learning had cost too: sampled episodes and tokens, seconds and
+    A file has about 170 bytes an episode. It holds what learning had cost too: sampled episodes and tokens, seconds and
     processor seconds of all ranks, without validations. Checkpoints hold these sums. What a killed run did after its
     last checkpoint is not counted.
     """

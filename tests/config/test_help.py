@@ -38,7 +38,9 @@ def test_keys_of_the_help_exist(command: str, monkeypatch: pytest.MonkeyPatch) -
         assert any(name in list(node) for node in nodes if node is not None), key
 
 
-@pytest.mark.parametrize("command", ["audit", "watch", "page", "sync", "replay", "import_gguf"])
+@pytest.mark.parametrize(
+    "command", ["audit", "compare", "watch", "page", "sync", "replay", "import_gguf"]
+)
 def test_a_command_without_groups_shows_its_own_keys_only(command: str) -> None:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(command, return_hydra_config=True)

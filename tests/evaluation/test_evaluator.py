@@ -15,8 +15,10 @@ from support.runs.composing import composed, evaluation_config, resolved
 
 from ragen_pl.assembly.weights import load_bundle, read_policy
 from ragen_pl.config import ConfigError
+from ragen_pl.evaluation.comparison import compare
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.exporting import export
+from ragen_pl.evaluation.played import Question, check_comparable, read_played
 from ragen_pl.run.train import train
 from ragen_pl.viewing.records import read_records
 
@@ -98,6 +100,25 @@ def test_table_compares_policies(table: Evaluation, run: Path) -> None:
         json.loads((written / "evaluation.json").read_text())["validation_sets"]
         == greedy.validation_sets
     )
+
+
+def test_the_last_validation_and_a_greedy_evaluation_of_the_last_weights_are_the_same(
+    run: Path, tmp_path: Path
+) -> None:
+    evaluate(evaluation_config(f"ckpt={run}", f"to={tmp_path}", "mlflow=false"))
+    found = compare([str(run)], [str(tmp_path)], Question())
+    assert (found.episodes, found.iterations) == (12, ([1], [None]))
+    sides = [read_played(str(folder), Question(), key="run") for folder in (run, tmp_path)]
+    for one in sides[0].outcomes.values():
+        assert one["state"] is not None
+    assert sides[0].outcomes == sides[1].outcomes
+    assert found.costs[0]["episodes"] == 4 and found.costs[0]["processor_seconds"] > 0
+    # training may have used initial states that the run has not held out
+    more = (f"ckpt={run}", f"to={tmp_path / 'more'}", "mlflow=false", "validation.episodes=14")
+    evaluate(evaluation_config(*more, "validation.warm_start=false", "validation.baselines=null"))
+    further = read_played(str(tmp_path / "more"), Question(), key="run")
+    with pytest.raises(ConfigError, match="more: training may have used initial states"):
+        check_comparable([[further]], Question())
 
 
 def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path) -> None:

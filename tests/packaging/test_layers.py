@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "installation": BASE | {"config", "memory", "run", "tracking"},
     "api": {"base", "checkpoints", "config", "memory", "ranks", "run"},
     "audit": {"base", "config", "evaluation"},
+    "compare": {"config", "evaluation"},
     "doctor": {"installation"},
     "evaluate": {"base", "config", "evaluation"},
     "export": {"base", "config", "evaluation"},

@@ -12,6 +12,8 @@ import torch
 from support.models.family_models import tiny
 from support.runs.small_runs import JOB, SMALL, run_ranks
 
+from ragen_pl.viewing.validations import read_validation, validation_files
+
 
 @pytest.mark.slow
 def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
@@ -41,6 +43,12 @@ def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
     assert all(together[key] == single["responses"][key] for key in before_any_update)
     assert run.metrics["val/episodes"] == single_run.metrics["val/episodes"] == 16
     assert run.metrics["rollout/episodes"] == single_run.metrics["rollout/episodes"] == 8
+    # of the same weights
+    validated = [validation_files(one.folder, "held_out") for one in (single_run, run)]
+    alone, both = (read_validation(files[0]) for files in validated)
+    assert len(alone["episodes"]) == 16 and alone["episodes"] == both["episodes"]
+    tokens = sum(len(turn) for turns in together.values() for turn in turns)
+    assert read_validation(validated[1][2])["cost"]["response_tokens"] == tokens
     for file in run.folder.rglob("*"):
         assert "rank" not in file.name and file.suffix != ".partial"
 
@@ -78,6 +86,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(job):
         line["responses"] for line in expected[:16]
     ]
     assert changed.steps == whole.steps == 24
+    costs = [
+        read_validation(validation_files(one.folder, "held_out")[3])["cost"]
+        for one in (whole, changed)
+    ]
+    assert [cost["episodes"] for cost in costs] == [24, 24]
+    assert all(cost["processor_seconds"] > 0 for cost in costs)
 
 
 def flip(file: Path) -> None:

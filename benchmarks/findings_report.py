@@ -1,0 +1,178 @@
+"""Report of findings: for each the published claim, ours with intervals, curves, and the verdict of its criterion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from comparison_report import Curve, draw
+from runner import cost_of, is_finished
+
+from ragen_pl.evaluation.comparison import METRICS, Comparison, compare, with_interval
+from ragen_pl.evaluation.played import Question
+from ragen_pl.metrics.paired import Estimate
+from ragen_pl.viewing.validations import read_validation, validation_files
+
+if TYPE_CHECKING:
+    from findings import Cell, Criterion, Finding
+
+HOLDS, NOT, UNKNOWN = "holds", "does not hold", "cannot be told"
+_SET = "held_out"
+
+
+def verdict(difference: Estimate, criterion: Criterion, *, seeds: int) -> str:
+    """Return what a difference says about a finding.
+
+    It holds if the interval lies above 0 and reaches the least effect. It does not hold if the whole interval is below
+    that effect. Else, or with fewer seeds than the criterion asks for, it cannot be told.
+    """
+    if seeds < criterion.seeds:
+        return f"{UNKNOWN} ({seeds} of {criterion.seeds} seeds)"
+    if difference.high < criterion.least:
+        return NOT
+    return HOLDS if difference.low > 0 else UNKNOWN
+
+
+def write_report(
+    findings: Mapping[str, Finding],
+    cells: Callable[..., Sequence[Cell]],
+    *,
+    out: Path,
+    page: Path,
+) -> None:
+    """Write the page, and the curves of each finding beside it.
+
+    Args:
+        findings: The findings by name.
+        cells: Returns the runs of a finding.
+        out: Folder of the runs.
+        page: Page to write.
+    """
+    sections, told = [], []
+    for name, finding in findings.items():
+        runs: dict[str, dict[int, Path]] = {}
+        for cell in cells(name, seeds=_seeds_in(out / name)):
+            if is_finished(cell.folder(out)):
+                runs.setdefault(cell.arm, {})[cell.seed] = cell.folder(out)
+        result, body = _results(name, finding, runs, out=out, page=page)
+        told.append(f"| [{name}](#{name}) | {finding.question} | {result} |")
+        sections.append("\n\n".join([f"## {name}", _claim(name, finding), *body]))
+    head = "| finding | question | verdict |\n|---|---|---|\n" + "\n".join(told)
+    page.write_text("\n\n".join([_INTRODUCTION, head, *sections]) + "\n", encoding="utf-8")
+    print(page)
+
+
+def _seeds_in(folder: Path) -> int:
+    """Return one more than the highest seed of a finding's runs."""
+    numbers = (int(run.name) for run in folder.glob("*/*") if run.name.isdecimal())
+    return max(numbers, default=-1) + 1
+
+
+def _claim(name: str, finding: Finding) -> str:
+    criterion = finding.criterion
+    return "\n".join(
+        [
+            f"{finding.question}",
+            "",
+            f"- Published: {finding.claim} ({finding.source}; {finding.figure or 'no figure'})",
+            f"- Criterion: {METRICS[criterion.metric]} of *{criterion.more}* less that of *{criterion.less}* after "
+            f"{finding.iterations} iterations is at least {criterion.least:g}; {criterion.seeds} seeds.",
+            f"- Command: `python benchmarks/findings.py run {name} --seeds {criterion.seeds}`",
+        ]
+    )
+
+
+def _results(
+    name: str, finding: Finding, runs: Mapping[str, Mapping[int, Path]], *, out: Path, page: Path
+) -> tuple[str, list[str]]:
+    """Return the verdict and the blocks below the claim."""
+    criterion = finding.criterion
+    question = Question(set=_SET, may_differ=finding.may_differ)
+    base = runs.get(criterion.less, {})
+    found: dict[str, Comparison] = {}
+    for arm in finding.arms:
+        seeds = sorted(runs.get(arm, {}).keys() & base.keys())
+        if arm != criterion.less and seeds:
+            sides = [[str(side[seed]) for seed in seeds] for side in (runs[arm], base)]
+            found[arm] = compare(*sides, question)
+    if criterion.more not in found:
+        return "open", ["**Open**: no run of the two arms that decide has ended."]
+    decided = found[criterion.more]
+    difference = decided.metrics[criterion.metric].difference
+    told = verdict(difference, criterion, seeds=len(decided.sides[0]))
+    plot = page.with_name(f"{page.stem}_{name}.png")
+    curves = {
+        (arm, seed): curve_of(folder)
+        for arm, ended in runs.items()
+        for seed, folder in ended.items()
+    }
+    draw(curves, title=name, file=plot, clock="processor minutes of RL")
+    missing = [arm for arm in finding.arms if arm not in runs]
+    return told, [
+        f"**{told[0].upper()}{told[1:]}**: {with_interval(difference)}.",
+        _table(finding, runs, found),
+        *([f"Open: {', '.join(missing)}."] if missing else []),
+        f"{decided.episodes} episodes from {decided.states} initial states. {_hours(runs, name, out=out)}",
+        f"![Success by iteration and by processor time]({plot.name})",
+    ]
+
+
+def _table(
+    finding: Finding, runs: Mapping[str, Mapping[int, Path]], found: Mapping[str, Comparison]
+) -> str:
+    less = finding.criterion.less
+    lines = [
+        f"| arm | seeds | success | less *{less}* | return, less *{less}* | sampled tokens | processor s of a run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    first = next(iter(found.values()))
+    for arm in finding.arms:
+        if arm != less and arm not in found:
+            continue
+        one, side = (found[arm], 0) if arm in found else (first, 1)
+        pair = one.metrics["success"]
+        own = (pair.left, pair.right)[side]
+        differences = [
+            with_interval(one.metrics[name].difference) if arm in found else ""
+            for name in ("success", "return")
+        ]
+        spent = [cost_of(folder).processor_seconds for folder in runs[arm].values()]
+        lines.append(
+            f"| {arm} | {len(one.sides[side])} | {own.value:.3f} [{own.low:.3f}, {own.high:.3f}] | "
+            f"{' | '.join(differences)} | {one.costs[side]['response_tokens']:,.0f} | {np.mean(spent):.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _hours(runs: Mapping[str, Mapping[int, Path]], name: str, *, out: Path) -> str:
+    folders = [folder for ended in runs.values() for folder in ended.values()]
+    spent = sum(cost_of(folder).processor_seconds for folder in folders)
+    return f"{len(folders)} runs took {spent / 3600:.2f} processor hours, without the warm starts."
+
+
+def curve_of(folder: Path) -> Curve:
+    """Return the success of a run's validations by iteration and by processor seconds."""
+    read = [read_validation(file) for file in validation_files(folder, _SET).values()]
+    success = [np.mean([one["success"] for one in validation["episodes"]]) for validation in read]
+    return Curve(
+        iterations=np.array([validation["iteration"] for validation in read]),
+        seconds=np.array([validation["cost"]["processor_seconds"] for validation in read]),
+        success=np.array(success),
+    )
+
+
+_INTRODUCTION = """# Findings of papers, repeated
+
+Generated by `python benchmarks/findings.py report` from runs of `python benchmarks/findings.py run NAME`, which can be
+interrupted and continued. `benchmarks/findings.py` declares each finding: the claim, its source, the arms and the
+criterion, all written before the runs. The models are small and built from their config; a finding about large models
+may hold for those and not here.
+
+Success is greedy, of the last weights, on held-out episodes that are the same for all runs. An arm has the
+interquartile mean over its seeds, and in brackets the 95% interval of a bootstrap over seeds and initial states
+([how](evaluation.md#compare-runs)). Differences are paired by seed and by episode. A finding *holds* if the interval of
+the difference that decides lies above 0 and reaches the least effect of the criterion. It *does not hold* if the whole
+interval is below that effect. Else it *cannot be told*. A finding without runs is open. The processor seconds of a run
+are those of its whole process, start, validations and summary included."""

@@ -1,0 +1,118 @@
+"""Findings: arms that compose, a verdict by the criterion, runs that are continued, and the page of what has ended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.runs.composing import composed
+from support.runs.small_runs import SMALL
+
+from ragen_pl.metrics.paired import Estimate
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def findings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module("findings")
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module("findings_report")
+
+
+@pytest.mark.slow
+def test_every_arm_composes_and_differs_from_the_others_in_what_it_names(
+    findings: ModuleType, tmp_path: Path
+) -> None:
+    for name, finding in findings.FINDINGS.items():
+        criterion = finding.criterion
+        assert {criterion.more, criterion.less} <= set(finding.arms), name
+        assert set(finding.starts or {}) <= set(finding.arms), name
+        cells = findings.cells(name, seeds=1)
+        assert [cell.arm for cell in cells[:2]] == [criterion.more, criterion.less]
+        assert len({cell.folder(tmp_path) for cell in cells}) == len(finding.arms)
+        settings = set()
+        for cell in cells:
+            start = cell.start(tmp_path) / "warm_start.pt"
+            if not start.exists():
+                start.parent.mkdir(parents=True)
+                start.touch()
+                composed(*cell.start_overrides())
+            settings.add(str(composed(*cell.overrides(tmp_path))))
+        assert len(settings) == len(finding.arms), name
+
+
+@pytest.mark.parametrize(
+    ("low", "value", "high", "seeds", "expected"),
+    [
+        (0.01, 0.1, 0.2, 5, "holds"),
+        (-0.01, 0.1, 0.2, 5, "cannot be told"),
+        (-0.2, -0.1, -0.05, 5, "does not hold"),
+        # an effect, and smaller than counts
+        (0.001, 0.005, 0.01, 5, "does not hold"),
+        (0.01, 0.1, 0.2, 4, "cannot be told (4 of 5 seeds)"),
+    ],
+)
+def test_verdict(
+    findings: ModuleType,
+    report: ModuleType,
+    low: float,
+    value: float,
+    high: float,
+    seeds: int,
+    expected: str,
+) -> None:
+    criterion = findings.Criterion(more="a", less="b", least=0.02)
+    assert report.verdict(Estimate(value, low, high), criterion, seeds=seeds) == expected
+
+
+@pytest.mark.slow
+def test_a_finding_is_run_once_and_reported(
+    findings: ModuleType, report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = tuple(
+        line for line in SMALL if not line.startswith(("trainer.", "callbacks.", "logger="))
+    )
+    tiny = findings.Finding(
+        question="Does an update help?",
+        claim="It does.",
+        source="this test",
+        task="tiny",
+        arms={"one epoch": ("update.epochs=1",), "two epochs": ("update.epochs=2",)},
+        criterion=findings.Criterion(more="two epochs", less="one epoch"),
+        iterations=2,
+    )
+    monkeypatch.setitem(findings.TASKS, "tiny", small)
+    declared = {"tiny": tiny, "later": replace(tiny, question="And later?")}
+    monkeypatch.setattr(findings, "FINDINGS", declared)
+    # of a start that was killed
+    killed = findings.Cell(name="tiny", arm="two epochs", seed=0).folder(tmp_path)
+    killed.mkdir(parents=True)
+    (killed / "cost.jsonl").write_text('{"seconds": 100.0, "processor_seconds": 50.0}\n')
+    for _ in range(2):
+        findings.run("tiny", tmp_path, seeds=1, jobs=1)
+    costs = {
+        file.parent: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in tmp_path.rglob("cost.jsonl")
+    }
+    assert len(costs) == 3 and [len(costs[folder]) for folder in costs if folder != killed] == [
+        1,
+        1,
+    ]
+    assert len(costs[killed]) == 2 and costs[killed][1]["processor_seconds"] > 0.5
+    page = tmp_path / "findings.md"
+    report.write_report(declared, findings.cells, out=tmp_path, page=page)
+    text = page.read_text()
+    assert "| [tiny](#tiny) | Does an update help? | cannot be told (1 of 5 seeds) |" in text
+    assert "| [later](#later) | And later? | open |" in text
+    assert "16 episodes from" in text and "| two epochs | 1 | " in text
+    assert (tmp_path / "findings_tiny.png").stat().st_size > 1000
