@@ -23,6 +23,7 @@ from ragen_pl.evaluation.played import (
     differing,
     named_by,
     read_played,
+    text_of,
 )
 from ragen_pl.metrics.paired import (
     Estimate,
@@ -213,13 +214,14 @@ def _notes(left: Sequence[Played], right: Sequence[Played], question: Question) 
         folders = [one.folder for one in side if one.folder is not None]
         mixed = [key for key in differences(folders) if key not in _OF_SEEDS]
         if len(folders) > 1 and mixed:
-            names = ", ".join(mixed[:_SHOWN])
+            names = text_of(", ".join(mixed[:_SHOWN]))
             notes.append(
                 f"The runs of {side[0].place} … differ in {names}, and not in the seed only."
             )
     allowed = named_by(differing(left[0], right[0]), question.may_differ)
     for key in sorted(allowed):
-        notes.append(f"{key}: {left[0].panel.get(key)} and {right[0].panel.get(key)}.")
+        values = [text_of(side[0].panel.get(key)) for side in (left, right)]
+        notes.append(f"{text_of(key)}: {' and '.join(values)}.")
     if question.overlap:
         notes.append("Training may have used some of the initial states.")
     return notes

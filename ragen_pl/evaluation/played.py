@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from ragen_pl.base.checked import checked
-from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean
+from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean, shown
 from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, settings_text
 from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.config.errors import ConfigError, config_errors
@@ -31,6 +31,9 @@ _MAX_BYTES, _MAX_BYTES_OF_RECORDS = 1 << 26, 1 << 29
 _NOT_OF_EPISODES = ("name", "timeout_s", "workers", "process", "memory_mb")
 # how a validation of a run plays
 _GREEDY: dict[str, Any] = {"greedy": True, "samples": 1, "temperature": None, "truncation": {}}
+
+# characters of a value in a message
+_LENGTH = 200
 
 # group of the initial state, member and seed of an episode
 Key = tuple[int, int]
@@ -118,7 +121,9 @@ def _of_run(place: str, folder: Path, question: Question, *, named: str) -> Play
     files = validations.validation_files(folder, question.set)
     if not files:
         kept = sorted(one.name for one in (folder / validations.FOLDER).glob("*"))
-        remedy = f"it has set={kept[0]}" if kept else f"evaluate it: {_evaluation_of(place)}"
+        remedy = (
+            f"it has set={text_of(kept[0])}" if kept else f"evaluate it: {_evaluation_of(place)}"
+        )
         raise ConfigError(
             f"{named}: the run has kept no validation of {question.set} in {validations.FOLDER}/; {remedy}"
         )
@@ -171,7 +176,7 @@ def _of_evaluation(place: str, folder: Path, question: Question, *, named: str) 
     about, sets = (_group(content, name, file=file) for name in ("about", "validation_sets"))
     if question.set not in sets:
         raise ConfigError(
-            f"set={question.set}: {named} has {', '.join(map(str, sets))}; give one of them"
+            f"set={question.set}: {named} has {', '.join(map(text_of, sets))}; give one of them"
         )
     played = _group(sets, question.set, file=file)
     rows = folder / question.set / records.FILE
@@ -203,8 +208,19 @@ def _of_evaluation(place: str, folder: Path, question: Question, *, named: str) 
 def _group(settings: object, name: str, *, file: Path) -> dict[str, Any]:
     value = settings.get(name) if isinstance(settings, dict) else None
     if not isinstance(value, dict):
-        raise ConfigError(f"{file}: {name}={str(value)[:40]}: expected a group of settings")
+        raise ConfigError(f"{file}: {name}={text_of(value)}: expected a group of settings")
     return value
+
+
+def text_of(value: object) -> str:
+    r"""Return a value of somebody else's file as a short text without control characters.
+
+    >>> text_of(None), text_of("a\x1b[2J")
+    ('null', 'a?[2J')
+    """
+    text = shown(value)
+    short = f"{text[:_LENGTH]}…" if len(text) > _LENGTH else text
+    return "".join(letter if letter.isprintable() else "?" for letter in short)
 
 
 def _numbers(cost: Cost) -> dict[str, float]:
@@ -291,10 +307,10 @@ def _check_panels(one: Played, other: Played, question: Question) -> None:
     found = differing(one, other)
     wrong = sorted(found.keys() - named_by(found, question.may_differ))
     if wrong:
-        key, (value, another) = wrong[0], found[wrong[0]]
+        value, another = map(text_of, found[wrong[0]])
         raise ConfigError(
-            f"{one.place} has {key}={value} and {other.place} {key}={another}, so they have played other episodes; "
-            f"compare runs with the same settings, or allow it: may_differ=[{','.join(wrong)}]"
+            f"{one.place} has {text_of(wrong[0])}={value} and {other.place} {another}, so they have played other "
+            f"episodes; compare runs with the same settings, or allow it: may_differ=[{text_of(','.join(wrong))}]"
         )
     if missing := one.outcomes.keys() ^ other.outcomes.keys():
         raise ConfigError(

@@ -179,8 +179,9 @@ def with_alias(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda run: made_run(run, [], max_turns=4), "env.max_turns=10 and {run} env.max_turns=4, so they have played"),
+        (lambda run: made_run(run, [], max_turns=4), "env.max_turns=10 and {run} 4, so they have played other"),
         (lambda run: made_run(run, [], kwargs={"size": 5}), "may_differ=[env.kwargs.size]"),
+        (lambda run: made_run(run, [], target="\x1b[2J" + "x" * 900), "and {run} ?[2J" + "x" * 196 + "…, so they"),
         (lambda run: made_run(run, [], count=10), "{other} has 20 episodes and {run} 10, 10 of them with a seed"),
         (lambda run: made_run(run, [], changes={2: {"state": "x"}}), "the episodes of seed 2 begin in other states"),
         (lambda run: made_run(run, [], changes=dict.fromkeys(range(20), FAILED)), "each of the 20 episodes"),
