@@ -14,8 +14,8 @@ from ragen_pl.config.errors import ConfigError, config_errors
 def main(cfg: DictConfig) -> None:
     """Write the page and print its path."""
     from ragen_pl.base.foreign_files import is_inside
+    from ragen_pl.base.records import FILE, read_records
     from ragen_pl.viewing.page import PAGE, write_page
-    from ragen_pl.viewing.records import FILE, read_records
 
     file = Path(cfg.records).expanduser().absolute()
     if file.is_dir() and not (file / FILE).exists():

@@ -17,8 +17,14 @@ from ragen_pl.base.seeding import seeded
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.datamodule import RolloutDataModule
-from ragen_pl.data.demonstrations import DemonstrationDataModule
-from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
+from ragen_pl.data.demonstrations import DemonstrationDataModule, WarmStartDataModule
+from ragen_pl.data.records import RecordDataModule
+from ragen_pl.data.settings import (
+    IterationSettings,
+    RecordSettings,
+    UpdateSettings,
+    WarmStartSettings,
+)
 from ragen_pl.data.validation import HELD_OUT, ValidationSet
 from ragen_pl.engines.protocol import EngineFactory, RolloutEngine
 from ragen_pl.environments.calls import manager_settings
@@ -309,20 +315,44 @@ def build_named(targets: DictConfig | None) -> list[Any]:
     return [instantiate(target, _convert_="all") for target in (targets or {}).values() if target]
 
 
-def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, DemonstrationDataModule]:
-    """Build the warm start's module and demonstrations."""
+def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, WarmStartDataModule]:
+    """Build the warm start's module and its demonstrations or records."""
     cfg = components.cfg
     module = assemble_warm_start(cfg, components.policy, components.critic)
-    left_out = held_out_states(components.validation_sets[0]) if cfg.validation.held_out else ()
+    settings = read_settings(WarmStartSettings, cfg.warm_start)
+    update = read_settings(UpdateSettings, cfg["update"])
+    validation_set = components.validation_sets[0]
+    if cfg.warm_start.get("records") is not None:
+        environments = environments_of_records(cfg.env)
+        return module, RecordDataModule(
+            replace(components.proxy, environments=environments),
+            records=read_settings(RecordSettings, cfg.warm_start.records),
+            validation_set=validation_set if cfg.validation.held_out else None,
+            states=cfg.validation.episodes,
+            learns_values=learns_values(cfg),
+            settings=settings,
+            update=update,
+            seed=cfg.seed,
+        )
+    left_out = held_out_states(validation_set) if cfg.validation.held_out else ()
     environments = build_environments(cfg.env, held_out=frozenset(left_out))
-    demonstrations = DemonstrationDataModule(
+    return module, DemonstrationDataModule(
         replace(components.proxy, environments=environments),
         policy=instantiate(cfg.warm_start.demonstrator),
-        settings=read_settings(WarmStartSettings, cfg.warm_start),
-        update=read_settings(UpdateSettings, cfg["update"]),
+        settings=settings,
+        update=update,
         seed=cfg.seed,
     )
-    return module, demonstrations
+
+
+def environments_of_records(env: DictConfig) -> EnvironmentManager:
+    """Build the manager by whose resets records are known: it holds out nothing."""
+    return build_environments(env, held_out=frozenset(), held_out_fraction=None)
+
+
+def learns_values(cfg: DictConfig) -> bool:
+    """Return whether a critic learns in the warm start."""
+    return cfg.algorithm.critic != "none" and cfg.warm_start.value_coefficient > 0
 
 
 def assemble_warm_start(

@@ -16,11 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.assembly.build import build_named
+from ragen_pl.assembly.build import build_named, environments_of_records, learns_values
 from ragen_pl.assembly.start_check import engine_class
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.base.run_facts import ChecksRun, ChecksSettings, RunFacts
+from ragen_pl.checkpoints.folder import configured_run
 from ragen_pl.config.errors import config_errors
+from ragen_pl.config.relations import ranks_asked_for
+from ragen_pl.config.settings import read_settings
+from ragen_pl.data.records import check_records
+from ragen_pl.data.settings import RecordSettings, WarmStartSettings
 from ragen_pl.engines.protocol import check_asynchronous, kept_ids_problem
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.losses import UpdateLoss
@@ -37,6 +42,18 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         ConfigError: a constructor refuses its arguments, or two components do not fit together.
     """
     algorithm = cfg.algorithm
+    if is_learned_from_records(cfg):
+        with config_errors("warm_start.records"):
+            check_records(
+                read_settings(RecordSettings, cfg.warm_start.records),
+                environments_of_records(cfg.env),
+                states=cfg.validation.episodes,
+                template=cfg.context.turn_template,
+                stages=read_settings(WarmStartSettings, cfg.warm_start).stages,
+                learns_values=learns_values(cfg),
+                ranks=ranks_asked_for(cfg),
+                seed=cfg.seed,
+            )
     with config_errors("algorithm, rollout or callbacks"):
         instantiate(cfg.get("curriculum"), _convert_="all")
         estimator: Estimator = instantiate(algorithm.estimator, _convert_="all")
@@ -71,6 +88,13 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
         for component in (estimator, loss, *others, *callbacks):
             if isinstance(component, ChecksRun):
                 component.check_run(facts)
+
+
+def is_learned_from_records(cfg: DictConfig) -> bool:
+    """Return whether the run's warm start reads records."""
+    settings = cfg.warm_start
+    given = settings.enabled and settings.get("records") is not None and settings.weights is None
+    return given and not configured_run(cfg).has_initial_weights
 
 
 def _check_place(callback: ModelCheckpoint, *, key: str) -> None:

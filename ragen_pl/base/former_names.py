@@ -22,7 +22,7 @@ _FOLDERS = {
     "base": (
         "access", "checked", "constraints", "data_url", "distributed", "error_text", "files", "finite",
         "foreign_files", "json_text", "machine", "phases", "prompt_formats", "rgb", "run_facts", "seeding",
-        "stop_signals", "tensor_files",
+        "stop_signals", "tensor_files", "viewing.records",
     ),
     "chat_formats": (
         "models.chat_template", "models.messages", "models.template_source", "models.tool_template",

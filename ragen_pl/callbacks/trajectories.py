@@ -13,6 +13,7 @@ from PIL import Image
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, CountOrZero
 from ragen_pl.base.files import disk_errors_of
+from ragen_pl.base.records import Origin, TokenCredit, sample_groups, write_episodes
 from ragen_pl.callbacks.access import (
     KeepsTraces,
     RemovesFiles,
@@ -28,7 +29,6 @@ from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.images import beside, enlarged
 from ragen_pl.viewing.page import PAGE, outcomes, write_page
-from ragen_pl.viewing.records import Origin, TokenCredit, sample_groups, write_episodes
 from ragen_pl.viewing.token_credit import token_credit
 
 # Pixels: the gap between the images of a strip, the height that smaller images are enlarged to.
@@ -40,7 +40,7 @@ _FOLDER, _NAME, _VALIDATION = "trajectories", "iteration_", "validation_"
 class LogTrajectories(RolloutCallback):
     """Keep episodes of every n-th iteration in the run's folder and in MLflow.
 
-    `trajectories/iteration_<n>/` holds the records of `ragen_pl.viewing.records` with the update's values,
+    `trajectories/iteration_<n>/` holds the records of `ragen_pl.base.records` with the update's values,
     advantages and masks, a strip of images for each episode, and the page `page.html`. MLflow has the same
     files as artifacts, and some of the episodes as traces. `trajectories/validation_<n>/` has records and page of some
     episodes of the validation set, played after n iterations, those without success first.

@@ -160,11 +160,13 @@ class WarmStart(TypedDict, total=False):
 
     Attributes:
         demonstrator: policy that plays the demonstrations.
+        records: recorded episodes in place of demonstrations; null for demonstrations.
         optimizer: optimizer of the warm start.
     """
 
     # an environment's file may set some of its keys where there is no warm start
     demonstrator: Annotated[dict[str, Any], Open()] | None
+    records: Annotated[dict[str, Any], Arguments("ragen_pl.data.settings.RecordSettings")] | None
     optimizer: Annotated[Optimizer, Open()]
 
 

@@ -1,4 +1,4 @@
-"""DemonstrationDataModule: scripted, imperfect demonstrations for the warm start."""
+"""WarmStartDataModule: the samples of the warm start; DemonstrationDataModule: scripted, imperfect demonstrations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,63 @@ from ragen_pl.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 
-class DemonstrationDataModule(MinibatchDataModule):
+class WarmStartDataModule(MinibatchDataModule):
+    """Serve samples of expert or recorded turns as minibatches.
+
+    Args:
+        proxy: environments and contexts.
+        settings: numbers of steps and samples; None for the defaults.
+        update: sizes of microbatches; None for the defaults.
+        seed: seed of the run.
+
+    Attributes:
+        batch: this rank's samples; None before `setup`.
+        statistics: metrics of the episodes.
+    """
+
+    def __init__(
+        self,
+        proxy: AgentProxy[ContextManager],
+        *,
+        settings: WarmStartSettings | None,
+        update: UpdateSettings | None,
+        seed: int,
+    ) -> None:
+        super().__init__(update or UpdateSettings())
+        self.proxy, self.settings, self.seed = proxy, settings or WarmStartSettings(), seed
+        self.batch: TrajectoryBatch | None = None
+        self.statistics: dict[str, float] = {}
+
+    def report_long(self, trajectories: Sequence[Trajectory]) -> None:
+        """Warn of responses that a policy could not sample to their end."""
+        lengths = [len(turn.response_ids) for one in trajectories for turn in one.turns]
+        limit = self.proxy.max_response_tokens
+        longer = sum(length > limit for length in lengths)
+        if longer:
+            log.warning(
+                "rollout.max_response_tokens=%d: %d of %d demonstrated responses are longer and would be cut, the "
+                "longest has %d tokens; raise it",
+                limit,
+                longer,
+                len(lengths),
+                max(lengths),
+            )
+
+    def train_dataloader(self) -> MinibatchLoader:
+        """Return the loader over all samples."""
+        assert self.batch is not None
+        # over all ranks: episodes differ in length, and all ranks take the same number of steps
+        samples = int(sum_over_ranks(torch.tensor(len(self.batch.samples))))
+        minibatches = max(1, -(-samples // self.settings.batch_size))
+        return self.minibatches_of(
+            self.batch,
+            epochs=math.ceil(self.settings.steps / minibatches),
+            minibatches=minibatches,
+            seed_key=(self.seed, "demonstrations"),
+        )
+
+
+class DemonstrationDataModule(WarmStartDataModule):
     """Play demonstrations once and serve their turns as minibatches.
 
     Args:
@@ -48,11 +104,8 @@ class DemonstrationDataModule(MinibatchDataModule):
         update: UpdateSettings | None = None,
         seed: int,
     ) -> None:
-        super().__init__(update or UpdateSettings())
-        self.proxy, self.policy = proxy, policy
-        self.settings, self.seed = settings or WarmStartSettings(), seed
-        self.batch: TrajectoryBatch | None = None
-        self.statistics: dict[str, float] = {}
+        super().__init__(proxy, settings=settings, update=update, seed=seed)
+        self.policy = policy
 
     def setup(self, stage: str) -> None:
         """Play this rank's demonstrations."""
@@ -98,31 +151,7 @@ class DemonstrationDataModule(MinibatchDataModule):
                 self.statistics["return"],
                 self.proxy.environments.target,
             )
-        lengths = [len(turn.response_ids) for one in trajectories for turn in one.turns]
-        limit = self.proxy.max_response_tokens
-        longer = sum(length > limit for length in lengths)
-        if longer:
-            log.warning(
-                "rollout.max_response_tokens=%d: %d of %d demonstrated responses are longer and would be cut, the "
-                "longest has %d tokens; raise it",
-                limit,
-                longer,
-                len(lengths),
-                max(lengths),
-            )
-
-    def train_dataloader(self) -> MinibatchLoader:
-        """Return the loader over all demonstrated samples."""
-        assert self.batch is not None
-        # over all ranks: episodes differ in length, and all ranks take the same number of steps
-        samples = int(sum_over_ranks(torch.tensor(len(self.batch.samples))))
-        minibatches = max(1, -(-samples // self.settings.batch_size))
-        return self.minibatches_of(
-            self.batch,
-            epochs=math.ceil(self.settings.steps / minibatches),
-            minibatches=minibatches,
-            seed_key=(self.seed, "demonstrations"),
-        )
+        self.report_long(trajectories)
 
 
 def set_discounted_returns(batch: TrajectoryBatch, *, gamma: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from omegaconf import DictConfig
@@ -81,16 +82,83 @@ class UpdateSettings:
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class WarmStartSettings:
-    """Keys of `warm_start`, without its demonstrator and its optimizer.
+class RecordSettings:
+    """Keys of `warm_start.records`: the recorded episodes that a warm start learns from, and their weights.
 
     Attributes:
-        enabled: whether the policy learns from demonstrations first.
-        weights: initial weights instead of demonstrations: `warm_start.pt` or a checkpoint of another run; None for
-            demonstrations.
+        path: folder of records (`trajectories.jsonl` in it or below) or a file of conversations (JSONL, each line with
+            `messages`); or a list of several.
+        rule: weights of the episodes, see `record_weights`: `success` takes the solved ones, `threshold` those with a
+            return of `threshold` or more, `best` the `best` highest returns from each initial state, `exponential` all,
+            by their return, `all` all alike.
+        threshold: lowest return of `threshold` and `best`; None for any.
+        best: number of episodes from each initial state that `best` takes.
+        temperature: difference in return by which `exponential` raises a weight e-fold.
+        cap: largest weight of `exponential`, as a multiple of that of the mean return.
+        per_group: whether all initial states count alike, however many of their episodes are taken.
+        episodes: number of the taken episodes that are drawn at random, from the run's seed; None for all.
+        turns: turns that the policy learns: `valid` leaves out responses without a valid action, `effective` also those
+            that changed nothing, `all` none.
+        held_out: what is done about episodes of validation sets, or from initial states of the run's own: `refuse`
+            ends the run, `skip` leaves them out. Either says how many they are.
+    """
+
+    path: str | Sequence[str] | None = None
+    rule: Literal["all", "success", "threshold", "best", "exponential"] = "success"
+    threshold: float | None = None
+    best: Count = 1
+    temperature: Positive = 1.0
+    cap: Positive = 20.0
+    per_group: bool = False
+    episodes: Count | None = None
+    turns: Literal["all", "valid", "effective"] = "valid"
+    held_out: Literal["refuse", "skip"] = "refuse"
+
+    @property
+    def paths(self) -> list[Path]:
+        """Files and folders of `path`."""
+        given = [self.path] if isinstance(self.path, str) else self.path or []
+        return [Path(path).expanduser() for path in given]
+
+    @staticmethod
+    def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
+        """Yield records that are not there, or that the run's prompts can't be compared with; see `EngineTraits`."""
+        node = cfg.get("warm_start") or {}
+        records = node.get("records")
+        if not records or not node.get("enabled") or node.get("weights") is not None:
+            return
+        if not records.get("path"):
+            yield (
+                "warm_start.records.path has no value; set it to the folder of a run, an evaluation or an iteration "
+                "(RUN/trajectories/iteration_0000), or to a JSONL file of conversations"
+            )
+        if records.get("rule") == "threshold" and records.get("threshold") is None:
+            yield "warm_start.records.threshold=null: the rule threshold needs the lowest return; set a number"
+        leave_out = (cfg.get("context") or {}).get("leave_out")
+        if leave_out and any(leave_out.values()):
+            yield (
+                "context.leave_out: what a prompt leaves out depends on the policy that acts, so prompts of records "
+                "can't be made again; set its fractions to 0, or warm_start=demonstrations"
+            )
+        env = cfg.get("env") or {}
+        if env.get("command") or env.get("function"):
+            yield (
+                "warm_start=records: records of agent programs do not hold their requests, and prompts can't be made "
+                "again; set warm_start=none, or warm_start=demonstrations warm_start.weights=FILE"
+            )
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class WarmStartSettings:
+    """Keys of `warm_start`, without its demonstrator, its records and its optimizer.
+
+    Attributes:
+        enabled: whether the policy learns from demonstrations or records first.
+        weights: initial weights instead of them: `warm_start.pt` or a checkpoint of another run; None to learn some.
         episodes: number of demonstrations over all ranks.
         stages: reset options that the demonstrations take in turn, none for the environment's own initial states:
-            `[{}, {"min_distance": 3}]`; None for those states only.
+            `[{}, {"min_distance": 3}]`; None for those states only. Recorded episodes may have begun with any of them.
         steps: number of optimizer steps, the length of the cosine decay.
         batch_size: number of samples of an optimizer step over all ranks.
         gamma: discount per turn of the critic's target.
@@ -124,6 +192,8 @@ class WarmStartSettings:
                     f"warm_start.weights={weights}: is not read, since warm_start.enabled=false; set "
                     "warm_start=demonstrations or warm_start.enabled=true, or leave it out"
                 )
+            return
+        if node.get("records"):
             return
         if not (node.get("demonstrator") or {}).get("_target_"):
             yield (

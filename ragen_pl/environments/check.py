@@ -353,5 +353,5 @@ def _scripted_policies(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
     for name, policy in (OmegaConf.select(cfg, "validation.baselines") or {}).items():
         if policy:
             yield f"validation.baselines.{name}", policy
-    if OmegaConf.select(cfg, "warm_start.enabled"):
+    if OmegaConf.select(cfg, "warm_start.enabled") and not cfg.warm_start.get("records"):
         yield "warm_start.demonstrator", cfg.warm_start.demonstrator

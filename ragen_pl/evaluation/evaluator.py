@@ -25,6 +25,7 @@ from ragen_pl.assembly.build import (
 )
 from ragen_pl.assembly.weights import load_bundle, load_weights
 from ragen_pl.base.phases import phase
+from ragen_pl.base.records import Origin, write_episodes
 from ragen_pl.checkpoints.folder import Run, time_stamped
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.settings import read_settings
@@ -51,7 +52,6 @@ from ragen_pl.rollout.failures import errors_of, most_common
 from ragen_pl.rollout.proxy import Progress, truncation_of
 from ragen_pl.trajectory import Trajectory
 from ragen_pl.viewing.page import PAGE, write_page
-from ragen_pl.viewing.records import Origin, write_episodes
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import DictConfig
 
+from ragen_pl.base.records import FILE, read_records
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.tracking.mlflow_run import flattened, known_run, may_name
-from ragen_pl.viewing.records import FILE, read_records
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
 if TYPE_CHECKING:

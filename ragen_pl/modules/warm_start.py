@@ -1,7 +1,7 @@
-"""WarmStartModule: supervised learning from demonstrations before RL.
+"""WarmStartModule: supervised learning from demonstrations or records before RL.
 
 The policy learns to read images, to keep the prompt format and to act about as well as the demonstrator. The
-critic learns the demonstrator's returns.
+critic learns the demonstrator's returns, those of recorded episodes that the policy does not learn included.
 """
 
 from __future__ import annotations
@@ -78,17 +78,24 @@ class WarmStartModule(GuardedModule):
         self.train()
 
     def has_tokens(self, batch: Minibatch) -> Mapping[str, Tensor]:
-        """Return whether the step has a token in M_loss: policy and critic learn at the same ones."""
-        names = ("policy",) if self.critic is None else ("policy", "critic")
-        return dict.fromkeys(names, batch.counted[0])
+        """Return whether the step trains the policy, and the critic.
+
+        The value error trains the policy too where the critic reads its states.
+        """
+        policy, critic = batch.counted[0], self.critic
+        if critic is None:
+            return {"policy": policy}
+        values = batch.counted[1] & (self.settings.value_coefficient > 0)
+        shared = critic.shares_trunk and not critic.detach_states
+        return {"policy": policy | values if shared else policy, "critic": values}
 
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the joint loss of a minibatch, scaled by `batch.scale`, and its terms.
 
-        They are averaged over all trained tokens of the step, by their weights.
+        The policy's is averaged over its tokens of the step by their weights, the critic's over all of its tokens.
         """
         samples = batch.samples
-        mask = samples.loss_mask & batch.non_padding
+        mask = samples.value_mask & batch.non_padding
         scores = score_together(
             self.policy, self.critic, samples, batch.images, microbatches=batch.microbatches
         )
@@ -97,7 +104,7 @@ class WarmStartModule(GuardedModule):
         terms = {"loss": response_loss.detach()}
         if scores.values is not None:
             error = (
-                value_loss(scores.values, samples.returns, mask).losses.sum() / batch.loss_tokens
+                value_loss(scores.values, samples.returns, mask).losses.sum() / batch.value_tokens
             )
             terms["value_loss"] = error.detach()
             loss = response_loss + self.settings.value_coefficient * error

@@ -72,7 +72,7 @@ _USED = {
 _UNUSED = {
     "rollout": ("engine",),
     "algorithm": ("rewards", "filter"),
-    "warm_start": ("demonstrator", "weights"),
+    "warm_start": ("demonstrator", "records", "weights"),
 }
 _SHIPPED = ("env/*", "model/*", "algorithm/*", "algorithm/defaults/*", "warm_start/*", "fit")
 _HINT = "give a file of a run's bad_batch or batches folder"

@@ -218,7 +218,7 @@ def closing_at_end(logger: Any) -> Iterator[None]:
 
 
 def warm_start(components: RunComponents, run: Run, logger: Any) -> RunComponents:
-    """Load the run's initial weights; learn them from demonstrations if there are none yet.
+    """Load the run's initial weights; learn them from demonstrations or records if there are none yet.
 
     Returns:
         The components to go on with: other ones if the weights were sharded for the warm start.
@@ -242,7 +242,7 @@ def warm_start(components: RunComponents, run: Run, logger: Any) -> RunComponent
 
 
 def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) -> None:
-    """Train policy and critic on demonstrations and write their weights into the run's folder."""
+    """Train policy and critic on demonstrations or records and write their weights into the run's folder."""
     cfg = components.cfg
     check_images(components.policy, components.proxy.environments)
     module, demonstrations = build_warm_start(components)

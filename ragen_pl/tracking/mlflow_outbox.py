@@ -22,12 +22,12 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from ragen_pl.base.foreign_files import ForeignFileError, check_plain
+from ragen_pl.base.records import FILE, read_records
 from ragen_pl.checkpoints.lock import one_at_a_time
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.tracking.mlflow_calls import COPIES, FOLDER, QueuedWrites, RunCalls
 from ragen_pl.tracking.mlflow_run import check_reachable, known_run, version_tags, write_run_file
 from ragen_pl.tracking.outbox import Call, RefusedError, calls_in
-from ragen_pl.viewing.records import FILE, read_records
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
 # MLflow's limits of a request

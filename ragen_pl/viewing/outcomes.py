@@ -26,7 +26,7 @@ def kind_of(record: Mapping[str, Any]) -> str:
     observation a third time. `no effect` is an episode in which most valid actions changed nothing.
 
     Args:
-        record: An episode as `ragen_pl.viewing.records` writes it. It may be somebody else's.
+        record: An episode as `ragen_pl.base.records` writes it. It may be somebody else's.
 
     >>> turn = {"valid": True, "effective": True, "observation": "ice", "images": []}
     >>> kind_of({"success": False, "turns": [turn | {"valid": False}]})

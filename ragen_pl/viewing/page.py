@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ragen_pl.base.files import atomic_write
+from ragen_pl.base.records import read_image, sample_groups
 from ragen_pl.trajectory import EpisodeStatus, Span
-from ragen_pl.viewing.records import read_image, sample_groups
 
 PAGE = "page.html"
 # Left out of the page, which would be several times as large; the JSONL has them.
@@ -39,7 +39,7 @@ def write_page(
     """Write a page of episodes and return its path.
 
     Args:
-        records: records of `ragen_pl.viewing.records`.
+        records: records of `ragen_pl.base.records`.
         path: file to write.
         title: heading of the page.
         images: folder that the records' image paths start from, and that holds them; default is the page's folder.

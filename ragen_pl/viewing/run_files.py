@@ -19,13 +19,13 @@ from typing import Any
 import yaml
 
 from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, settings_text
+from ragen_pl.base.records import FILE, read_records
 from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.checkpoints import lock
 from ragen_pl.metrics.proportions import Z, wilson
 from ragen_pl.viewing.outcomes import count_kinds
 from ragen_pl.viewing.page import page_html
 from ragen_pl.viewing.plots import EVENTS, FOLDER, ROWS, Row, stage_starts
-from ragen_pl.viewing.records import FILE, read_records
 
 _METRICS = "metrics.json"
 # bytes of a file that is read

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ragen_pl.base.records import TokenCredit
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import usable
 from ragen_pl.trajectory import Span, Trajectory
-from ragen_pl.viewing.records import TokenCredit
 
 
 def token_credit(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ragen_pl.viewing.records import read_image
+from ragen_pl.base.records import read_image
 
 # The metadata by which MLflow shows a trace under its run.
 _SOURCE_RUN = "mlflow.sourceRun"
@@ -30,7 +30,7 @@ def trace_records(
     """Log a trace for each record under a run and return the number of traces.
 
     Args:
-        records: records of `ragen_pl.viewing.records`.
+        records: records of `ragen_pl.base.records`.
         images: folder that the records' image paths start from.
         uri: tracking store.
         experiment_id: experiment of the run.

@@ -17,6 +17,7 @@ from rich.console import Console
 from support.episodes.trajectories import make_trajectory, make_turn
 from torch.utils.data import DataLoader
 
+from ragen_pl.base.records import read_records
 from ragen_pl.callbacks.progress import RolloutProgress
 from ragen_pl.callbacks.summary import (
     RunSummary,
@@ -28,7 +29,6 @@ from ragen_pl.callbacks.summary import (
 from ragen_pl.callbacks.trajectories import LogTrajectories, staying, strip
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.trajectory import Observation, Trajectory
-from ragen_pl.viewing.records import read_records
 
 
 def trajectory(group: int, *, side: int = 8) -> Trajectory:

@@ -19,6 +19,7 @@ from support.runs.composing import composed, evaluation_config
 from support.servers.chat_server import KEY, ChatServer, serving
 
 import envs  # noqa: F401
+from ragen_pl.base.records import read_records
 from ragen_pl.config import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.evaluation.checks import check_evaluation
@@ -26,7 +27,6 @@ from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.report import notes
 from ragen_pl.playing.checks import check_play
 from ragen_pl.playing.play import play
-from ragen_pl.viewing.records import read_records
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ import torch
 from support.runs.composing import composed, evaluation_config, resolved
 
 from ragen_pl.assembly.weights import load_bundle, read_policy
+from ragen_pl.base.records import read_records
 from ragen_pl.config import ConfigError
 from ragen_pl.evaluation.comparison import compare
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.exporting import export
 from ragen_pl.evaluation.played import Question, check_comparable, read_played
 from ragen_pl.run.train import train
-from ragen_pl.viewing.records import read_records
 
 pytestmark = pytest.mark.slow
 SMALL = [

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.episodes.trajectories import make_trajectory, make_turn
 
+from ragen_pl.base.records import ImageFiles, write_records
 from ragen_pl.callbacks.plots import RowsFile
 from ragen_pl.callbacks.trajectories import write_strips
 from ragen_pl.checkpoints.folder import Run
@@ -24,7 +25,6 @@ from ragen_pl.tracking.loggers import RunCSVLogger
 from ragen_pl.tracking.outbox import Outbox
 from ragen_pl.trajectory import Observation
 from ragen_pl.viewing.plots import draw_plots
-from ragen_pl.viewing.records import ImageFiles, write_records
 
 IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
 ROW = {"iteration": 1.0, "elapsed_s": 1.0, "rollout/success": 0.5, "rollout/episodes": 4.0}

@@ -15,6 +15,13 @@ from support.episodes.trajectories import make_trajectory, roll_out, starts
 
 from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import sampled
+from ragen_pl.base.records import (
+    ImageFiles,
+    Origin,
+    read_records,
+    to_record,
+    write_records,
+)
 from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.in_process.engine import TransformersEngine
@@ -23,13 +30,6 @@ from ragen_pl.modules.masking import Masks, compute_token_masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
-from ragen_pl.viewing.records import (
-    ImageFiles,
-    Origin,
-    read_records,
-    to_record,
-    write_records,
-)
 from ragen_pl.viewing.token_credit import token_credit
 
 

@@ -18,8 +18,8 @@ from urllib.parse import quote, urlencode
 import pytest
 from support.servers.browser import in_browser, record, visit
 
+from ragen_pl.base.records import write_records
 from ragen_pl.viewing.outcomes import count_kinds, kind_of
-from ragen_pl.viewing.records import write_records
 from ragen_pl.viewing.run_files import differences, overview
 from ragen_pl.viewing.watch import listen
 

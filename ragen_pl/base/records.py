@@ -31,6 +31,8 @@ IMAGES = "images"
 _IMAGE_SLOT = "<image>"
 # of an image that is read: 16 MiB and 4096 by 4096 pixels
 _MAX_BYTES = _MAX_PIXELS = 1 << 24
+# of a line: an episode of a hundred turns with prompts of 30,000 tokens has 20 million
+_MAX_CHARACTERS = 1 << 28
 
 
 class TurnRecord(TypedDict):
@@ -49,8 +51,13 @@ class TurnRecord(TypedDict):
     spans: NotRequired[list[int]]
     entropy: NotRequired[float | None]
     think: NotRequired[str | None]
+    actions: NotRequired[list[str]]
     valid: NotRequired[bool]
     effective: NotRequired[bool]
+    advances: NotRequired[bool]
+    trained: NotRequired[bool]
+    prompt_patches: NotRequired[list[list[int]] | None]
+    turns_left_out: NotRequired[list[int]]
     hit_length_limit: NotRequired[bool]
     reward: NotRequired[float | None]
     reward_terms: NotRequired[dict[str, float | None]]
@@ -157,7 +164,7 @@ class ImageFiles:
             image: uint8 `[height, width, 3]`.
         """
         pixels = np.ascontiguousarray(image)
-        digest = hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()[:16]
+        digest = image_digest(pixels)
         if digest not in self._names:
             name = f"{IMAGES}/{digest}.png"
             file = self.folder / name
@@ -171,6 +178,12 @@ class ImageFiles:
     def names(self, images: Sequence[np.ndarray]) -> list[str]:
         """Return the paths of several images' files."""
         return [self.name(image) for image in images]
+
+
+def image_digest(image: np.ndarray) -> str:
+    """Return the name of an image's file, without its suffix: a hash of its pixels."""
+    pixels = np.ascontiguousarray(image)
+    return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()[:16]
 
 
 def sample_groups(groups: Sequence[Hashable], *, count: int) -> list[int]:
@@ -340,43 +353,80 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: a line is not a record of this schema.
     """
+    for number, line in read_lines(path):
+        yield parse_record(line, place=f"{path}, line {number}")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a JSONL file with their numbers, from 1.
+
+    Raises:
+        ValueError: a line is longer than any record.
+    """
     with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                record = plain_json(line)
-                schema = record["schema"]
-            except (ValueError, KeyError, TypeError) as error:
+        for number, line in enumerate(iter(lambda: stream.readline(_MAX_CHARACTERS + 1), ""), 1):
+            if len(line) > _MAX_CHARACTERS:
                 raise ValueError(
-                    f"{path}, line {number}: expected a record, found {line[:60]!r}"
-                ) from error
-            if schema != SCHEMA:
-                raise ValueError(f"{path}, line {number}: found schema {schema}, expected {SCHEMA}")
-            try:
-                _records().validate_python(record, strict=True)
-            except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                place = ".".join(map(str, first["loc"]))
-                raise ValueError(f"{path}, line {number}: {place}: {first['msg']}") from error
-            yield record
+                    f"{path}, line {number}: has more than {_MAX_CHARACTERS} characters"
+                )
+            yield number, line
 
 
-def read_image(folder: Path, name: object) -> bytes | None:
-    """Return an image of a record as the bytes of its PNG file, None where there is none.
+def parse_record(line: str, *, place: str) -> dict[str, Any]:
+    """Return the record in a line.
 
-    A record may be somebody else's and name any file: it gets no other than a PNG of moderate size in its folder.
+    Args:
+        line: JSON.
+        place: file and number of the line, for the message.
+
+    Raises:
+        ValueError: it is not a record of this schema.
+    """
+    try:
+        record: dict[str, Any] = plain_json(line)
+        schema = record["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{place}: expected a record, found {line[:60]!r}") from error
+    if schema != SCHEMA:
+        raise ValueError(f"{place}: found schema {schema}, expected {SCHEMA}")
+    checked_types(_records(), record, place=place)
+    return record
+
+
+def checked_types(types: TypeAdapter[Any], value: object, *, place: str) -> None:
+    """Check the types of a value of somebody else's file.
+
+    Raises:
+        ValueError: with the first that is wrong.
+    """
+    try:
+        types.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        inner = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place}: {inner}: {first['msg']}") from error
+
+
+def read_image(folder: Path, name: object, *, formats: Sequence[str] = ("PNG",)) -> bytes | None:
+    """Return an image of a record as the bytes of its file, None where there is none.
+
+    A record may be somebody else's and name any file: it gets no other than an image of moderate size in its folder,
+    and none that a link leads to.
 
     Args:
         folder: folder of the records.
         name: path of the file, relative to it.
+        formats: names of its formats, as Pillow has them.
     """
     try:
-        file = (folder / str(name)).resolve()
+        place = folder.resolve()
+        file = place / str(name)
         # a pipe would have to be waited for
-        if not (file.is_relative_to(folder.resolve()) and file.is_file()):
+        if file.resolve() != file or not (file.is_relative_to(place) and file.is_file()):
             return None
         with file.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
-        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+        with Image.open(io.BytesIO(data), formats=tuple(formats)) as image:
             sound = len(data) <= _MAX_BYTES and math.prod(image.size) <= _MAX_PIXELS
             image.verify()
     # of Pillow any
