@@ -116,9 +116,9 @@ def initial_states(
         count = sum(key not in found for key in keys)
         raise ValueError(
             f"{RECORDS}: {count} of {len(keys)} episodes begin in another state than a reset with their seed shows, "
-            f"the first in {first[other].place}: {first[other].turns[0].text[:80]!r}; they are of another environment, of "
-            "other env.kwargs, env.max_turns, context.turn_template or reset options (warm_start.stages); give others, "
-            "or set these as they were"
+            f"the first in {first[other].place}: {first[other].turns[0].text[:80]!r}; they are of another environment, "
+            "of other env.kwargs, env.max_turns, context.turn_template or reset options (warm_start.stages); give "
+            "others, or set these as they were"
         )
     return [found[key] for key in keys]
 

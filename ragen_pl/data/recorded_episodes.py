@@ -344,8 +344,8 @@ def without_held_out(
     if count and (settings.held_out == "refuse" or not left):
         raise ValueError(
             f"{RECORDS}: {count} of {len(episodes)} episodes {found}, the first in {first}; training on them would "
-            "spoil the validation; give other records (folders of iterations, or a validation set of another key), or set "
-            f"{RECORDS}.held_out=skip to leave them out"
+            "spoil the validation; give other records (folders of iterations, or a validation set of another key), or "
+            f"set {RECORDS}.held_out=skip to leave them out"
         )
     if count:
         log.info("%s: %d of %d episodes %s, and are left out", RECORDS, count, len(episodes), found)
