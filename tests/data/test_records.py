@@ -1,10 +1,13 @@
 """Records and conversations as the samples of a warm start."""
 
+import copy
 import json
 import logging
 import os
 from dataclasses import fields, replace
+from functools import partial
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -19,11 +22,15 @@ from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.batch import Episodes, Samples
 from ragen_pl.data.collate import collate
 from ragen_pl.data.demonstrations import set_discounted_returns
+from ragen_pl.data.loader import whole_minibatch
 from ragen_pl.data.records import RecordDataModule
 from ragen_pl.data.settings import RecordSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec, is_held_out
+from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.policy import PolicyModule, TokenReadout
+from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
@@ -437,6 +444,63 @@ def test_other_records_do_not_continue_a_warm_start(lm, tmp_path):
     play(proxy, tmp_path / "b", key=1)
     with pytest.raises(RolloutError, match="not those that the warm start began with"):
         learned(proxy, tmp_path).load_state_dict(state)
+
+
+def fitted(bundle, folder, *, steps, ckpt_path=None, checkpoint=None):
+    """Return the weights after some steps of a warm start of eight on the records of a folder."""
+    proxy = AgentProxy(
+        environments=EnvironmentManager(**ENVIRONMENT), context=ContextManager(bundle, window=2)
+    )
+    settings = WarmStartSettings(batch_size=8, steps=8)
+    data = RecordDataModule(
+        proxy, records=RecordSettings(path=str(folder), rule="exponential"), validation_set=None,
+        states=8, learns_values=True, settings=settings, seed=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = WarmStartModule(
+        PolicyModule(bundle),
+        CriticModule(bundle.hidden_size),
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        settings=settings,
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=steps, max_epochs=-1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+    if checkpoint is not None:
+        trainer.save_checkpoint(checkpoint)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_a_warm_start_from_records_is_resumed_exactly(lm, tmp_path):
+    play(proxy_of(lm, context={"window": 2}), tmp_path / "played")
+    whole = fitted(copy.deepcopy(lm), tmp_path / "played", steps=8)
+    file = tmp_path / "warm_start.ckpt"
+    half = fitted(copy.deepcopy(lm), tmp_path / "played", steps=4, checkpoint=file)
+    resumed = fitted(copy.deepcopy(lm), tmp_path / "played", steps=8, ckpt_path=file)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert any(not torch.equal(whole[name], half[name]) for name in whole)
+    edited(tmp_path / "played", lambda record: record["turns"][0].update(reward=0.5))
+    with pytest.raises(RolloutError, match="not those that the warm start began with"):
+        fitted(copy.deepcopy(lm), tmp_path / "played", steps=8, ckpt_path=file)
+
+
+def test_the_loss_averages_tokens_by_their_weights(lm, tmp_path):
+    proxy = proxy_of(lm)
+    play(proxy, tmp_path)
+    batch = learned(proxy, tmp_path, rule="exponential", temperature=0.5).batch
+    module = WarmStartModule(
+        PolicyModule(lm), None, optimizer=partial(torch.optim.AdamW), settings=WarmStartSettings()
+    )
+    loss, _ = module.losses(whole_minibatch(batch))
+    with torch.no_grad():
+        scores = module.policy(batch.samples, batch.images, readout=TokenReadout())
+    weight = batch.samples.loss_weight
+    expected = -(scores.logprobs * weight).sum() / weight.sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    plain = -scores.logprobs.sum() / (weight > 0).sum()
+    assert abs(loss.item() - plain.item()) > 1e-4
 
 
 def test_ranks_share_the_episodes(lm, tmp_path, monkeypatch):
