@@ -1,21 +1,79 @@
-"""A curriculum: stages of initial states, each begun after enough success in those before it."""
+"""Curricula: which initial states the groups of an iteration begin in, by the success so far.
+
+`Curriculum` has stages, each begun after enough success in those before it. `TaskSampling` has tasks, whose shares of
+the groups follow their difficulty or their progress.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import torch
+from annotated_types import Interval
 
+from ragen_pl.algorithms.task_sampling import Rule, TaskScore, drawn_tasks, task_probabilities
 from ragen_pl.base.checked import checked
-from ragen_pl.base.constraints import Count, Fraction
+from ragen_pl.base.constraints import Count, Fraction, NonNegative
 from ragen_pl.base.distributed import sum_over_ranks
+from ragen_pl.base.seeding import derive_seed
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
+
+# with less, tasks that were never solved would hardly be played again
+SharedPart: TypeAlias = Annotated[float, Interval(ge=0.1, le=1)]
+
+
+class TaskChoice(ABC):
+    """Base of what chooses the reset options of an iteration's groups.
+
+    Its state is the same on every rank, and in checkpoints.
+    """
+
+    @abstractmethod
+    def options_for(
+        self, group: int, *, groups: int, iteration: int, seed: int
+    ) -> Mapping[str, object] | None:
+        """Return the reset options of a group, None for the environment's own initial states.
+
+        Args:
+            group: number of the group in a rollout, from 0.
+            groups: number of groups of a rollout.
+            iteration: number of the iteration.
+            seed: seed of the run.
+        """
+
+    @abstractmethod
+    def observe_played(
+        self, trajectories: Sequence[Trajectory], *, groups: int, iteration: int, seed: int
+    ) -> None:
+        """Take note of this rank's episodes of an iteration. All ranks must call it.
+
+        Args:
+            trajectories: the episodes.
+            groups: number of groups of a rollout.
+            iteration: number of the iteration.
+            seed: seed of the run.
+        """
+
+    @abstractmethod
+    def metrics(self, iteration: int) -> dict[str, float]:
+        """Return what an iteration's episodes were chosen by."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, object]:
+        """Return the state that a resumed run needs."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore `state_dict`."""
 
 
 @checked
 @dataclass(kw_only=True)
-class Curriculum:
+class Curriculum(TaskChoice):
     """Begin the next stage when mean sampled success in the present one exceeds `above`.
 
     In an environment that sets no `info["success"]`, the mean return takes its place, until an episode has one.
@@ -84,15 +142,9 @@ class Curriculum:
             self.history = []
 
     def observe_played(
-        self, trajectories: Sequence[Trajectory], *, groups: int, iteration: int
+        self, trajectories: Sequence[Trajectory], *, groups: int, iteration: int, seed: int = 0
     ) -> None:
-        """Add this rank's episodes of an iteration, those in its stage. All ranks must call it.
-
-        Args:
-            trajectories: the episodes.
-            groups: number of groups of a rollout.
-            iteration: number of the iteration.
-        """
+        """Add this rank's episodes of an iteration, those in its stage. All ranks must call it."""
         played = [
             one
             for one in trajectories
@@ -114,7 +166,7 @@ class Curriculum:
             )
 
     def options_for(
-        self, group: int, *, groups: int, iteration: int
+        self, group: int, *, groups: int, iteration: int, seed: int = 0
     ) -> Mapping[str, object] | None:
         """Return the reset options of a group, None for the environment's own initial states."""
         stage = self.stage(iteration)
@@ -125,6 +177,10 @@ class Curriculum:
     def plays_present_stage(self, group: int, *, groups: int, iteration: int) -> bool:
         """Return whether a group plays the iteration's stage, and not an earlier one."""
         return group < self.fraction * groups or not self.stage(iteration)
+
+    def metrics(self, iteration: int) -> dict[str, float]:
+        """Return the iteration's stage."""
+        return {"curriculum_stage": float(self.stage(iteration))}
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a resumed run needs."""
@@ -139,3 +195,133 @@ class Curriculum:
         self.history, self.starts = list(state["history"]), list(state["starts"])  # type: ignore[call-overload]
         # checkpoints of earlier versions hold successes
         self.says_success = state.get("says_success", True)  # type: ignore[assignment]
+
+
+@checked
+@dataclass(kw_only=True)
+class TaskSampling(TaskChoice):
+    """Sample the tasks of an iteration's groups by how well they were solved, or by how fast that changes.
+
+    A task is a set of reset options. Its score is the mean success of its episodes in an iteration. The groups are
+    divided by systematic sampling with an offset from the run's seed and the iteration, so a task has its share of
+    them, rounded up or down. See `task_probabilities` for the rules and their sources.
+
+    Attributes:
+        stages: reset options of each task, none for the environment's own initial states:
+            `[{max_distance: 2}, {min_distance: 3}]`.
+        rule: `pools` by the last score, `learnability` by p (1 - p) of the last score p, `progress` by the distance of
+            a fast and a slow average of the scores.
+        thresholds: highest score of each pool, in rising order.
+        pool_weights: weight of a task in each pool.
+        fast: weight of the newest score in the fast average.
+        slow: weight of the newest score in the slow average.
+        floor: part of the groups that is divided evenly, without which unseen tasks starve.
+
+    Raises:
+        ValueError: there are fewer than two tasks, the pools do not fit, or `slow` is not below `fast`.
+    """
+
+    needs_trust = ()
+
+    stages: Sequence[Mapping[str, object]]
+    rule: Rule = "learnability"
+    thresholds: Sequence[Fraction] = (0.25, 0.75, 1.0)
+    pool_weights: Sequence[NonNegative] = (0.2, 1.0, 0.2)
+    fast: Fraction = 0.5
+    slow: Fraction = 0.1
+    floor: SharedPart = 0.1
+
+    def __post_init__(self) -> None:
+        if len(self.stages) < 2:
+            raise ValueError(f"stages: found {list(self.stages)}, expected two or more")
+        thresholds = [*self.thresholds]
+        rising = thresholds and thresholds == sorted(set(thresholds)) and thresholds[-1] == 1.0
+        if not rising or len(thresholds) != len(self.pool_weights):
+            raise ValueError(
+                f"thresholds={thresholds} with pool_weights={[*self.pool_weights]}: expected rising numbers "
+                "that end with 1, and a weight for each"
+            )
+        if not 0 < self.slow < self.fast:
+            raise ValueError(f"slow={self.slow} with fast={self.fast}: expected 0 < slow < fast")
+        self.scores = [TaskScore() for _ in self.stages]
+        # probabilities from an iteration on, the present ones and those before them
+        self._since = [(0, self._probabilities())]
+
+    def _probabilities(self) -> list[float]:
+        return task_probabilities(
+            self.scores,
+            rule=self.rule,
+            thresholds=self.thresholds,
+            pool_weights=self.pool_weights,
+            floor=self.floor,
+        )
+
+    def probabilities(self, iteration: int) -> list[float]:
+        """Return the probability of each task in the present iteration or in the one before."""
+        return next(values for first, values in reversed(self._since) if first <= iteration)
+
+    def tasks(self, *, groups: int, iteration: int, seed: int) -> list[int]:
+        """Return the number of each group's task."""
+        offset = derive_seed(seed, "task", iteration) / 2**48
+        return drawn_tasks(self.probabilities(iteration), draws=groups, offset=offset)
+
+    def options_for(
+        self, group: int, *, groups: int, iteration: int, seed: int
+    ) -> Mapping[str, object] | None:
+        """Return the reset options of a group's task, None for the environment's own initial states."""
+        return self.stages[self.tasks(groups=groups, iteration=iteration, seed=seed)[group]] or None
+
+    def observe_played(
+        self, trajectories: Sequence[Trajectory], *, groups: int, iteration: int, seed: int
+    ) -> None:
+        """Score the tasks that were played. All ranks must call it.
+
+        Raises:
+            RolloutError: no step says whether the task is solved.
+        """
+        tasks = self.tasks(groups=groups, iteration=iteration, seed=seed)
+        sums = torch.zeros(len(self.stages), 3, dtype=torch.float64)
+        for one in trajectories:
+            if one.status is not EpisodeStatus.FAILED:
+                silent = one.says_success is False
+                columns = [1.0, float(one.success), float(silent)]
+                sums[tasks[one.group % groups]] += torch.tensor(columns, dtype=torch.float64)
+        sums = sum_over_ranks(sums)
+        counts, solved, silent_ones = sums.T.tolist()
+        if sum(counts) and sum(silent_ones) == sum(counts):
+            raise RolloutError(
+                "curriculum: TaskSampling goes by success, and no step of the environment sets info['success']; set "
+                "it, or curriculum=null"
+            )
+        for score, count, success in zip(self.scores, counts, solved, strict=True):
+            if count:
+                score.add(success / count, fast=self.fast, slow=self.slow)
+        self._since = [*self._since[-1:], (iteration + 1, self._probabilities())]
+
+    def metrics(self, iteration: int) -> dict[str, float]:
+        """Return the probability of each task."""
+        shares = enumerate(self.probabilities(iteration))
+        return {f"curriculum_task_{number}": share for number, share in shares}
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state that a resumed run needs."""
+        return {
+            "scores": [[score.last, score.fast, score.slow] for score in self.scores],
+            "since": [[first, [*values]] for first, values in self._since],
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore `state_dict`.
+
+        Raises:
+            RolloutError: the checkpoint has another number of tasks, or another kind of curriculum.
+        """
+        scores: list[list[float | None]] = state.get("scores", [])  # type: ignore[assignment]
+        if len(scores) != len(self.stages):
+            raise RolloutError(
+                f"curriculum.stages: the checkpoint has the scores of {len(scores)} tasks, and {len(self.stages)} are "
+                "set; set those of the run, or start another"
+            )
+        self.scores = [TaskScore(*values) for values in scores]
+        since: list[tuple[int, list[float]]] = state["since"]  # type: ignore[assignment]
+        self._since = [(first, [*values]) for first, values in since]

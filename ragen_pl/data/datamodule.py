@@ -24,7 +24,7 @@ from ragen_pl.checkpoints.rank_states import RankStatesError, save_rank_states
 from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
-from ragen_pl.data.curriculum import Curriculum
+from ragen_pl.data.curriculum import TaskChoice
 from ragen_pl.data.failures import Remaining, remaining, too_few
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
@@ -57,7 +57,7 @@ class RolloutDataModule(MinibatchDataModule):
         update: passes and minibatches of an iteration's update; None for the defaults.
         seed: seed of the run.
         held_out: keep the initial states of the first validation set out of training.
-        curriculum: harder initial states later on, None for none.
+        curriculum: chooses initial states by the success so far, None for none.
         rewards: reward functions, applied in order to each rollout.
         group_filter: chooses the groups that are trained on; None for all.
         observations: label the text between responses, which lets masks include it (RICO).
@@ -74,7 +74,7 @@ class RolloutDataModule(MinibatchDataModule):
         update: UpdateSettings | None = None,
         seed: int = 0,
         held_out: bool = True,
-        curriculum: Curriculum | None = None,
+        curriculum: TaskChoice | None = None,
         rewards: Sequence[RewardFunction] = (),
         group_filter: GroupFilter | None = None,
         observations: bool = False,
@@ -127,7 +127,7 @@ class RolloutDataModule(MinibatchDataModule):
             options, group = None, attempt * self.settings.groups + number
             if self.curriculum is not None:
                 options = self.curriculum.options_for(
-                    number, groups=self.settings.groups, iteration=iteration
+                    number, groups=self.settings.groups, iteration=iteration, seed=self.seed
                 )
             seed = derive_seed(self.seed, "environment", iteration, group)
             specs += [
@@ -174,9 +174,9 @@ class RolloutDataModule(MinibatchDataModule):
         if self.group_filter != GroupFilter():
             self.metrics |= selection.metrics | {"attempts": float(attempts)}
         if self.curriculum is not None:
-            self.metrics["curriculum_stage"] = float(self.curriculum.stage(iteration))
+            self.metrics |= self.curriculum.metrics(iteration)
             self.curriculum.observe_played(
-                trajectories, groups=self.settings.groups, iteration=iteration
+                trajectories, groups=self.settings.groups, iteration=iteration, seed=self.seed
             )
         batch = self._collated(selection)
         if self._ahead.max_staleness:

@@ -1,13 +1,24 @@
-"""Stages of a curriculum: when they end, and the groups that play them."""
+"""Stages of a curriculum: when they end, and the groups that play them; tasks sampled by their scores."""
+
+import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.episodes.small_lakes import FAR, Module, proxy_of
 
 import envs  # noqa: F401 - registers the environments
-from ragen_pl.data.curriculum import Curriculum
+from ragen_pl.algorithms.task_sampling import TaskScore, drawn_tasks, task_probabilities
+from ragen_pl.data.curriculum import Curriculum, TaskSampling
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
+CASES = [case for case in GOLDEN if case["kind"] == "task_sampling"]
 
 
 def test_curriculum_starts_after_a_full_window_of_success():
@@ -122,3 +133,107 @@ def test_hard_groups_get_the_options(lm):
     ] * 4
     slots = data.proxy.environments.open(data.episode_specs(2)[:4])
     assert all(slot.difficulty >= 3 for slot in slots)
+
+
+# ---- tasks by difficulty or progress
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_probabilities_are_those_of_the_reference_cases(case):
+    inputs = dict(case["inputs"])
+    averages, scores = {key: inputs.pop(key) for key in ("fast", "slow")}, []
+    for history in inputs.pop("scores"):
+        scores.append(TaskScore())
+        for score in history:
+            scores[-1].add(score, **averages)
+    expected = case["outputs"]["probability"]
+    assert task_probabilities(scores, **inputs) == pytest.approx(expected, abs=1e-9)
+
+
+@settings(max_examples=60, database=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any),
+    st.integers(1, 40),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_each_task_is_drawn_as_often_as_expected(weights, draws, offset):
+    probabilities = [weight / sum(weights) for weight in weights]
+    drawn = drawn_tasks(probabilities, draws=draws, offset=offset)
+    assert len(drawn) == draws and drawn == sorted(drawn)
+    for task, count in Counter(drawn).items():
+        assert abs(count - draws * probabilities[task]) < 1 + 1e-9 and probabilities[task] > 0
+
+
+TASKS: list[dict[str, int]] = [{"min_distance": 1, "max_distance": 1}, {"min_distance": 2}, {}]
+
+
+def sampled(lm, monkeypatch, sampling, *, solves, iterations, state=None, first=0):
+    """Return the tasks of each iteration, where the episodes with some options are solved."""
+    rollout, tasks = AgentProxy.rollout, []
+
+    def played(proxy, responder, specs, **settings):
+        tasks.append([TASKS.index(spec.options or {}) for spec in specs])
+        trajectories = rollout(proxy, responder, specs, **settings)
+        for trajectory, spec in zip(trajectories, specs, strict=True):
+            trajectory.success = spec.options == solves
+        return trajectories
+
+    monkeypatch.setattr(AgentProxy, "rollout", played)
+    data = RolloutDataModule(
+        proxy_of(lm), iteration=IterationSettings(groups=10), curriculum=sampling, seed=3
+    )
+    if state is not None:
+        data.load_state_dict(state)
+    for iteration in range(first, iterations):
+        data.collect(iteration, Module(lm))
+        data.drop_buffer()
+    monkeypatch.setattr(AgentProxy, "rollout", rollout)
+    return data, tasks
+
+
+def test_tasks_follow_their_scores_and_a_resumed_run_draws_the_same(lm, monkeypatch):
+    def sampling():
+        return TaskSampling(
+            stages=TASKS, rule="pools", thresholds=[0.5, 1.0], pool_weights=[1.0, 0.0], floor=0.3
+        )
+
+    whole, tasks = sampled(lm, monkeypatch, sampling(), solves=TASKS[0], iterations=4)
+    counts = [Counter(played) for played in tasks]
+    assert all(3 <= counts[0][task] <= 4 for task in range(3))
+    # solved tasks keep their part of the floor, the others share the rest
+    assert all(count[0] <= 2 and 4 <= count[1] <= 5 and 4 <= count[2] <= 5 for count in counts[1:])
+    assert whole.metrics["curriculum_task_0"] == pytest.approx(0.1)
+    half, _ = sampled(lm, monkeypatch, sampling(), solves=TASKS[0], iterations=2)
+    state = json.loads(json.dumps(half.state_dict()))
+    _, later = sampled(
+        lm, monkeypatch, sampling(), solves=TASKS[0], iterations=4, state=state, first=2
+    )
+    assert later == tasks[2:]
+
+
+def test_task_sampling_needs_success_and_tasks_of_the_checkpoint(lm, monkeypatch):
+    data, _ = sampled(lm, monkeypatch, TaskSampling(stages=TASKS), solves=TASKS[0], iterations=1)
+    other = TaskSampling(stages=TASKS[:2])
+    with pytest.raises(RolloutError, match="the scores of 3 tasks, and 2 are set"):
+        other.load_state_dict(data.curriculum.state_dict())
+    silent = [trajectory for trajectory in data.collect(1, Module(lm)) if trajectory.turns]
+    for trajectory in silent:
+        for turn in trajectory.turns:
+            turn.info, turn.actions = {}, ["Up"]
+    with pytest.raises(RolloutError, match="TaskSampling goes by success"):
+        data.curriculum.observe_played(silent, groups=10, iteration=2, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": [{}]}, "expected two or more"),
+        ({"floor": 0.0}, "floor=0.0: expected a number, at least 0.1"),
+        ({"thresholds": [0.5]}, "expected rising numbers that end with 1"),
+        ({"thresholds": [0.5, 1.0]}, "and a weight for each"),
+        ({"slow": 0.5}, "expected 0 < slow < fast"),
+    ],
+)
+def test_settings_of_task_sampling_are_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TaskSampling(**({"stages": TASKS} | changes))
