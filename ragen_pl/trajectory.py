@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -85,7 +85,7 @@ MAX_REWARD = 1e30
 """Bound of a reward: a larger one is infinite once returns are summed in float32."""
 
 JOINED, FIRST = "joined", "first"
-"""Values of `Turn.history`: a prompt that continues a response, and the first one of an episode."""
+"""Values of `ProgramCall.history`: a prompt that continues a response, and the first one of an episode."""
 DIFFERENCES = (
     "tools",
     "system",
@@ -97,7 +97,7 @@ DIFFERENCES = (
     "reasoning",
     "messages",
 )
-"""Other values of `Turn.history`: the first thing in which a request's history differs from the recorded ones."""
+"""Other values of `ProgramCall.history`: the first thing in which a request differs from the recorded ones."""
 
 Relation = tuple[str, int, int]
 """Name of a thing, and how many rows below and columns to the right of the player it is."""
@@ -137,8 +137,8 @@ class ChatRequest:
         stop: texts before which the response ends.
         logprobs: whether the program asks for the log-probs of the tokens.
         parallel_calls: whether a response may have several tool calls.
-        advances: as in `Turn`.
-        trained: as in `Turn`.
+        is_task_step: as in `ProgramCall`.
+        trained: as in `ProgramCall`.
         call_id: id of the response.
     """
 
@@ -148,7 +148,7 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     parallel_calls: bool = True
-    advances: bool = True
+    is_task_step: bool = True
     trained: bool = True
     call_id: str = ""
 
@@ -213,6 +213,44 @@ class Observation:
             self.__post_init__()
 
 
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Kind of a turn that acts in an environment: a step of the task, which the policy is trained on."""
+
+    is_task_step: ClassVar[bool] = True
+    trained: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramCall:
+    """Kind of a turn that answers a program's request.
+
+    Attributes:
+        call_id: id of the response.
+        history: how the request's messages became the prompt: `JOINED`, `FIRST`, or, where they were rendered as a
+            whole, one of `DIFFERENCES`; None for a model behind an API.
+        is_task_step: whether the turn is a step of the task, which discounts count.
+        trained: whether the policy is trained on the response. One that it is not trained on, such as a judge's, is
+            context only.
+    """
+
+    call_id: str = ""
+    history: str | None = None
+    is_task_step: bool = True
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Kind of a turn that summarizes the history: no step of the task, and trained on."""
+
+    is_task_step: ClassVar[bool] = False
+    trained: ClassVar[bool] = True
+
+
+TurnKind: TypeAlias = Action | ProgramCall | Summary
+
+
 @dataclass(kw_only=True, slots=True)
 class Turn:
     """One observation and one response, with the exact tokens that the policy saw and sampled.
@@ -243,17 +281,12 @@ class Turn:
         state_key: key of that state, where it is recorded.
         prompt_patches: patches shown of each image of the prompt; None for all.
         turns_left_out: turns of the window that the prompt leaves out.
-        advances: whether the turn is a step of the task, which discounts count. A summary of the history is none.
-        trained: whether the policy is trained on the response. One that it is not trained on, such as a judge's, is
-            context only.
-        call_id: id of the response to a program's request; None in other environments.
+        kind: an action, a response to a program's request, or a summary.
         kept_ids: int32 `[kept]`, ids that truncated sampling (top-p, top-k, min-p) kept at each token of the response,
             one token after the other; None where the engine gives none.
         kept_counts: int32 `[response]`, number of these ids of each token, 0 for all ids.
         response_values: float32 `[response]`, the critic's value of the state before each token; None where the engine
             has read none.
-        history: for a program's request, how its messages became the prompt: `JOINED`, `FIRST`, or, where they were
-            rendered as a whole, one of `DIFFERENCES`.
     """
 
     observation: Observation
@@ -278,10 +311,7 @@ class Turn:
     state_key: str | None = None
     prompt_patches: list[np.ndarray] | None = None
     turns_left_out: tuple[int, ...] = ()
-    advances: bool = True
-    trained: bool = True
-    call_id: str | None = None
-    history: str | None = None
+    kind: TurnKind = Action()
     kept_ids: np.ndarray | None = None
     kept_counts: np.ndarray | None = None
     response_values: np.ndarray | None = None
@@ -289,12 +319,22 @@ class Turn:
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
-        added = {"advances": True, "trained": True, "call_id": None, "history": None}
-        said = state[1].get("info", {}).get("success")
-        added |= {"success": None if said is None else bool(said)}
+        said = state[1]["info"].get("success")
+        added = {"success": None if said is None else bool(said), "kind": _former_kind(state[1])}
         read = dict.fromkeys(("kept_ids", "kept_counts", "response_values", "prompt_roles"))
         for name, value in (added | read | state[1]).items():
-            setattr(self, name, value)
+            if name not in _FORMER:
+                setattr(self, name, value)
+
+    @property
+    def is_task_step(self) -> bool:
+        """Whether the turn is a step of the task, which discounts count."""
+        return self.kind.is_task_step
+
+    @property
+    def trained(self) -> bool:
+        """Whether the policy is trained on the response."""
+        return self.kind.trained
 
     @property
     def reward(self) -> float:
@@ -361,6 +401,21 @@ class Trajectory:
     def reward(self) -> float:
         """Undiscounted return: the sum of the turns' rewards."""
         return float(sum(turn.reward for turn in self.turns))
+
+
+# of a turn's pickle in an earlier version
+_FORMER = ("advances", "trained", "call_id", "history")
+
+
+def _former_kind(state: Mapping[str, Any]) -> TurnKind:
+    """Return the kind of a turn from the state of an earlier version, which had no kinds."""
+    is_task_step, trained = state.get("advances", True), state.get("trained", True)
+    call_id, history = state.get("call_id"), state.get("history")
+    if call_id is not None or history is not None or not trained:
+        return ProgramCall(
+            call_id=call_id or "", history=history, is_task_step=is_task_step, trained=trained
+        )
+    return Action() if is_task_step else Summary()
 
 
 def add_terms(turn: Turn, terms: Mapping[str, float]) -> None:

@@ -267,7 +267,7 @@ def _turn(
         "prompt_images": images.names(turn.prompt_images) if images else [],
         "prompt_patches": None if patches is None else [kept.tolist() for kept in patches],
         "turns_left_out": list(turn.turns_left_out),
-        "advances": bool(turn.advances),
+        "advances": bool(turn.is_task_step),
         "trained": bool(turn.trained),
         "response": turn.response_text,
         "response_ids": turn.response_ids.tolist(),

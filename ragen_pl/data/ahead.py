@@ -24,11 +24,14 @@ from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import Progress
 from ragen_pl.trajectory import (
+    Action,
     EpisodeStatus,
     FailureCause,
     Observation,
+    ProgramCall,
     Span,
     Statement,
+    Summary,
     Trajectory,
     Turn,
 )
@@ -59,7 +62,8 @@ class PlayedRollout:
 
 
 _CLASSES = (
-    PlayedRollout, Trajectory, Turn, Observation, Statement, EpisodeStatus, FailureCause, Span,
+    PlayedRollout, Trajectory, Turn, Action, ProgramCall, Summary, Observation, Statement, EpisodeStatus, FailureCause,
+    Span,
 )  # fmt: skip
 
 

@@ -409,7 +409,7 @@ def _episodes(
         rewards[row, : len(turns)] = torch.tensor(_rewards(kept[row]))
         limits = [turn.hit_length_limit for turn in turns]
         hit_length_limit[row, : len(turns)] = torch.tensor(limits)
-        advances[row, : len(turns)] = torch.tensor([turn.advances for turn in turns])
+        advances[row, : len(turns)] = torch.tensor([turn.is_task_step for turn in turns])
 
     def column(values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)

@@ -20,7 +20,7 @@ from ragen_pl.prompts.histories import RecordedCall
 from ragen_pl.prompts.requests import RequestRefusedError
 from ragen_pl.rollout.requests import answer_request, too_long
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.trajectory import ChatRequest, Observation
+from ragen_pl.trajectory import ChatRequest
 
 log = logging.getLogger(__name__)
 # answers that no client has got yet
@@ -138,8 +138,7 @@ class PolicyAnswers:
         chat, longest = client.chat, self._settings.max_response_tokens
         sampling = read_sampling(client.sampling, self._settings)
         conversation = self._histories.conversation(call.session.key)
-        observation = Observation(text="", images=client.images, request=chat)
-        prompt = self._context.observe(conversation, observation, max_turns=1)
+        prompt = self._context.observe_request(conversation, chat, client.images)
         tokens = min(chat.max_tokens or longest, longest)
         if len(prompt.ids) + tokens > self._context.max_tokens:
             raise too_long(len(prompt.ids), tokens, context=self._context.max_tokens)

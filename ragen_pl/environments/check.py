@@ -110,7 +110,7 @@ class _Check:
         )
         self.calls.call("", self._check_actions)
         slot = self._reset()
-        if slot.observation is None or slot.observation.request is not None:
+        if slot.observation is None or slot.awaits_answer:
             self._warn_of_training_tasks()
             return  # a program waits for its policy
         shows = bool(slot.observation.images)

@@ -289,8 +289,7 @@ class EnvironmentManager:
         return is_held_out(key, fraction) != wanted
 
     def _turn(self, slot: EnvironmentSlot, response: ParsedResponse) -> TurnResult:
-        assert slot.observation is not None
-        if slot.observation.request is not None:
+        if slot.awaits_answer:
             return self._answer(slot, response)
         slot.turn += 1
         result, relations = TurnResult(), slot.relations

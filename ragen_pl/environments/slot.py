@@ -110,6 +110,11 @@ class EnvironmentSlot:
     cause: FailureCause | None = None
     hangs: bool = False
 
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the environment is a program that waits for the answer to a request."""
+        return self.observation is not None and self.observation.request is not None
+
     def action_text(self, action: int | str) -> str:
         """Return the name of an action, or the text of a free one."""
         if isinstance(action, str):

@@ -63,7 +63,7 @@ from ragen_pl.rollout.attempts import GivenResponse
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder, Responder
 from ragen_pl.tracking.checkpoints import find_checkpoint, run_settings
-from ragen_pl.trajectory import Trajectory, Turn
+from ragen_pl.trajectory import Action, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ def _episodes(
     if not episodes:
         raise ConfigError(f"env={env}: every episode failed")
     turns = [turn for _, trajectory in episodes for turn in trajectory.turns]
-    if any(turn.call_id is not None or not (turn.trained and turn.advances) for turn in turns):
+    if any(not isinstance(turn.kind, Action) for turn in turns):
         raise ConfigError(
             f"env={env}: an audit takes actions in an environment, not requests of programs or summaries; give a run "
             "without them"

@@ -22,7 +22,9 @@ from ragen_pl.trajectory import (
     REASONING_SPANS,
     REWARD_PART,
     EpisodeStatus,
+    ProgramCall,
     Span,
+    Summary,
     Trajectory,
     Turn,
 )
@@ -218,7 +220,7 @@ def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:
 
 
 def _add_turn(sums: dict[str, float], turn: Turn) -> None:
-    if not turn.advances and turn.history is None:
+    if isinstance(turn.kind, Summary):
         sums["summaries"] += 1
         return
     sums["turns"] += 1
@@ -233,11 +235,11 @@ def _add_turn(sums: dict[str, float], turn: Turn) -> None:
     for statement in turn.statements:
         sums[f"{statement.block}s"] += 1
         sums[f"{statement.block}_agreement"] += statement.agreement
-    if turn.history is not None:
+    if isinstance(turn.kind, ProgramCall) and turn.kind.history is not None:
         sums["requests"] += 1
-        sums["joined"] += turn.history == JOINED
-        if turn.history in DIFFERENCES:
-            sums[f"not_joined_{turn.history}"] += 1
+        sums["joined"] += turn.kind.history == JOINED
+        if turn.kind.history in DIFFERENCES:
+            sums[f"not_joined_{turn.kind.history}"] += 1
     if turn.state_description is not None:
         sums["described_states"] += 1
         sums["correct_thoughts"] += _describes(turn.think, turn.state_description)

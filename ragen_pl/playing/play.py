@@ -31,9 +31,10 @@ from ragen_pl.playing.terminal import Screen
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.endpoint import EndpointResponder
 from ragen_pl.rollout.proxy import AgentProxy, OnTurn
-from ragen_pl.rollout.responders import EngineResponder, Episode, Responder, TextResponder
+from ragen_pl.rollout.responders import EngineResponder, Responder, TextResponder
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.rollout.settings import FailureSettings
+from ragen_pl.rollout.turns import Episode
 from ragen_pl.trajectory import Trajectory
 
 _STOP = ("q", "quit", "exit")

@@ -33,7 +33,7 @@ from ragen_pl.prompts.native import NativeFormat
 from ragen_pl.prompts.rendering import window_messages
 from ragen_pl.prompts.requests import RequestPrompts
 from ragen_pl.prompts.rules import ContextRules
-from ragen_pl.trajectory import Observation, Role
+from ragen_pl.trajectory import ChatRequest, Observation, Role
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -196,18 +196,22 @@ class ContextManager(ContextRules):
     def observe(
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
-        """Add an observation and return the prompt of the response to it.
-
-        Raises:
-            RequestRefusedError: the observation is a program's request, and the chat template cannot show it.
-        """
-        if observation.request is not None:
-            return self._requests.observe(conversation, observation)
+        """Add an observation and return the prompt of the response to it."""
         text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
         exchange = Exchange.of(observation, self._encoder.bounded(text))
         exchange.results = [*map(self._encoder.bounded, exchange.results)]
         conversation.exchanges.append(exchange)
         return self.prompt(conversation)
+
+    def observe_request(
+        self, conversation: Conversation, request: ChatRequest, images: Sequence[np.ndarray]
+    ) -> Prompt:
+        """Add a program's request and return the prompt of the response to it.
+
+        Raises:
+            RequestRefusedError: the chat template cannot show it.
+        """
+        return self._requests.observe(conversation, request, images)
 
     def prompt(self, conversation: Conversation, *, left_out: Collection[int] = ()) -> Prompt:
         """Return the prompt of the response to a conversation's latest exchange.

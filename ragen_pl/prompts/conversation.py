@@ -12,7 +12,7 @@ import numpy as np
 
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.prompts.message_format import ApiFormat
-from ragen_pl.trajectory import Observation
+from ragen_pl.trajectory import ChatRequest, Observation
 
 if TYPE_CHECKING:
     from ragen_pl.prompts.compaction import Compaction
@@ -73,7 +73,7 @@ class Conversation:
         exchanges: the turns.
         native: the model's own format, in which the conversation is held; None for tags.
         calls: a program's requests with their responses.
-        history: how the present request became a prompt, see `Turn.history`; None in other environments.
+        history: how the present request became a prompt, see `ProgramCall`; None in other environments.
         task: the first exchange of the episode, where a summary has replaced it.
         replaced: number of exchanges that summaries have replaced.
         summaries: number of summaries.
@@ -204,6 +204,16 @@ class Context(Protocol):
         """Add an observation and return the prompt of the response to it."""
         ...
 
+    def observe_request(
+        self, conversation: Conversation, request: ChatRequest, images: Sequence[np.ndarray]
+    ) -> Prompt:
+        """Add a program's request, with its images in order, and return the prompt of the response to it.
+
+        Raises:
+            RequestRefusedError: it cannot be shown.
+        """
+        ...
+
     def prompt(self, conversation: Conversation) -> Prompt:
         """Return the prompt of the response to a conversation's latest exchange."""
         ...
@@ -244,10 +254,16 @@ class TextContext:
         self, conversation: Conversation, observation: Observation, *, max_turns: int
     ) -> Prompt:
         """Add an observation and return a prompt of its images."""
-        if observation.request is not None:
-            conversation.native = ApiFormat(observation.request.tools)
         conversation.exchanges.append(Exchange.of(observation, observation.text))
-        return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS, images=observation.images)
+        return self.prompt(conversation)
+
+    def observe_request(
+        self, conversation: Conversation, request: ChatRequest, images: Sequence[np.ndarray]
+    ) -> Prompt:
+        """Add a program's request and return a prompt of its images."""
+        conversation.native = ApiFormat(request.tools)
+        conversation.exchanges.append(Exchange(text="", images=[*images]))
+        return self.prompt(conversation)
 
     def prompt(self, conversation: Conversation) -> Prompt:
         """Return a prompt of the latest images."""

@@ -22,7 +22,7 @@ from ragen_pl.prompts.conversation import Conversation, Exchange
 from ragen_pl.prompts.encoding import TextEncoder
 from ragen_pl.prompts.histories import RecordedCall, difference, longest
 from ragen_pl.prompts.native import NativeFormat, mapped
-from ragen_pl.trajectory import FIRST, JOINED, Observation
+from ragen_pl.trajectory import FIRST, JOINED, ChatRequest
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -68,15 +68,15 @@ class RequestPrompts:
         self._ends = frozenset(bundle.eos_token_ids)
         self._formats: OrderedDict[str, NativeFormat] = OrderedDict()
 
-    def observe(self, conversation: Conversation, observation: Observation) -> Prompt:
-        """Add a request to a conversation and return its prompt.
+    def observe(
+        self, conversation: Conversation, request: ChatRequest, images: Sequence[np.ndarray]
+    ) -> Prompt:
+        """Add a request with its images to a conversation and return its prompt.
 
         Raises:
             RequestRefusedError: the chat template cannot show the request, or it is far too long.
         """
-        request = observation.request
-        assert request is not None
-        if observation.images and self._bundle.images is None:
+        if images and self._bundle.images is None:
             raise RequestRefusedError("unsupported_image", "the model reads text only")
         # a bound of the work only, as is that of the tools
         characters = sum(len(_text_of(message)) for message in request.messages)
@@ -84,7 +84,7 @@ class RequestPrompts:
             raise self._too_long(f"the messages, {characters} characters, have", "the messages")
         native = conversation.native = self._format(request.tools)
         before = longest(conversation.calls, request)
-        new = observation.images[0 if before is None else len(before.prompt.images) :]
+        new = images[0 if before is None else len(before.prompt.images) :]
         if before is None:
             latest = conversation.calls[-1] if conversation.calls else None
             conversation.history = FIRST if latest is None else difference(latest, request)
@@ -96,7 +96,7 @@ class RequestPrompts:
             rendering = self._after(native, before, messages)
         prompt = self._prompt(rendering, new, before)
         text = "\n".join(filter(None, map(_text_of, messages)))
-        conversation.exchanges.append(Exchange(text=text, images=new))
+        conversation.exchanges.append(Exchange(text=text, images=[*new]))
         return prompt
 
     def _format(self, tools: Sequence[Mapping[str, Any]]) -> NativeFormat:

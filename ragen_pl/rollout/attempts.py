@@ -19,8 +19,9 @@ import numpy as np
 from ragen_pl.engines.protocol import Generation, Prompt
 from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
-from ragen_pl.rollout.responders import Episode, ForwardingResponder, Response
+from ragen_pl.rollout.responders import ForwardingResponder, Response
 from ragen_pl.rollout.settings import FailureSettings
+from ragen_pl.rollout.turns import Episode
 from ragen_pl.trajectory import EpisodeStatus, FailureCause, Trajectory
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ import torch
 
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.rollout.proxy import AgentProxy, Progress
-from ragen_pl.rollout.responders import Episode, ForwardingResponder, Responder, Response
+from ragen_pl.rollout.responders import ForwardingResponder, Responder, Response
+from ragen_pl.rollout.turns import Episode
 from ragen_pl.trajectory import Trajectory
 
 THREAD_NAME = "rollout ahead"

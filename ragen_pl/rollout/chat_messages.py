@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,6 +44,27 @@ def response_message(conversation: Conversation, exchange: Exchange) -> Message:
         for call in exchange.calls
     ]
     return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
+def conversation_messages(
+    conversation: Conversation, *, window: int | Literal["all"]
+) -> list[Message]:
+    """Return the messages up to the latest observation of a conversation.
+
+    Args:
+        conversation: the conversation.
+        window: number of latest turns shown, or `"all"`.
+    """
+    messages: list[Message] = []
+    if conversation.system:
+        messages.append({"role": "system", "content": conversation.system})
+    calls: Sequence[Message] = ()
+    for exchange in conversation.latest(window):
+        messages += result_messages(exchange, calls) if calls else [user_message(exchange)]
+        calls = exchange.calls
+        if exchange.response_ids is not None:
+            messages.append(response_message(conversation, exchange))
+    return messages
 
 
 def request_messages(request: ChatRequest, images: Sequence[np.ndarray]) -> list[Message]:

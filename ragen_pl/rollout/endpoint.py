@@ -41,15 +41,9 @@ from ragen_pl.prompts.conversation import (
 )
 from ragen_pl.rollout.chat_answers import Answer, AnswerFile, Usage
 from ragen_pl.rollout.chat_client import ChatClient, Effect, RequestError
-from ragen_pl.rollout.chat_messages import (
-    Message,
-    request_messages,
-    response_message,
-    result_messages,
-    tools_of,
-    user_message,
-)
-from ragen_pl.rollout.responders import Episode, Response
+from ragen_pl.rollout.chat_messages import Message, tools_of
+from ragen_pl.rollout.responders import Response
+from ragen_pl.rollout.turns import Episode
 from ragen_pl.trajectory import Observation
 
 # failed requests that never end an evaluation
@@ -88,22 +82,6 @@ class ChatContext(TextContext):
         text = fill_template(self.turn_template, conversation, observation, max_turns=max_turns)
         filled = replace(observation, text=text)
         return super().observe(conversation, filled, max_turns=max_turns)
-
-    def messages(self, episode: Episode) -> list[Message]:
-        """Return the messages up to the latest observation of an episode, or those of a program's request."""
-        if episode.request is not None and episode.slot.observation is not None:
-            return request_messages(episode.request, episode.slot.observation.images)
-        conversation = episode.conversation
-        messages: list[Message] = []
-        if conversation.system:
-            messages.append({"role": "system", "content": conversation.system})
-        calls: Sequence[Message] = ()
-        for exchange in conversation.latest(self.window):
-            messages += result_messages(exchange, calls) if calls else [user_message(exchange)]
-            calls = exchange.calls
-            if exchange.response_ids is not None:
-                messages.append(response_message(conversation, exchange))
-        return messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,7 +298,7 @@ class EndpointResponder:
             self._episodes[episode.number] = episode
             self.endpoint.submit(
                 episode.number,
-                self.endpoint.context.messages(episode),
+                episode.turn.messages(episode, window=self.endpoint.context.window),
                 tools=tools_of(episode.conversation),
                 temperature=0.0 if self.greedy else episode.temperature,
                 seed=episode.seed,

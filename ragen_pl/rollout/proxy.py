@@ -22,25 +22,23 @@ from ragen_pl.environments.manager import (
 )
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import Context
-from ragen_pl.prompts.histories import RecordedCall
-from ragen_pl.prompts.requests import RequestRefusedError
+from ragen_pl.rollout.actions import ActionTurn
 from ragen_pl.rollout.attempts import Attempts, GivenResponse, ReplayingResponder, opened
 from ragen_pl.rollout.failures import FailureLog
-from ragen_pl.rollout.requests import refusal, too_long
-from ragen_pl.rollout.responders import Episode, Responder
+from ragen_pl.rollout.requests import RequestTurn
+from ragen_pl.rollout.responders import Responder
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
 from ragen_pl.rollout.stall import StallWatch
-from ragen_pl.rollout.summaries import begin_summary, summary_turn
 from ragen_pl.rollout.turns import (
+    Episode,
     PendingTurn,
+    PresentTurn,
+    TurnSettings,
     end_episode,
     new_trajectory,
-    played_turn,
-    read_response,
-    refused_turn,
     sampled,
 )
-from ragen_pl.trajectory import EpisodeStatus, Trajectory, add_terms
+from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 Progress = Callable[[int, int], None]
 """Receives the number of episodes done and the number of all."""
@@ -141,6 +139,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 slot=slot,
                 conversation=conversation,
                 trajectory=new_trajectory(slot, conversation),
+                turn=ActionTurn(),
                 prompt_format=self.environments.prompt_format,
                 max_response_tokens=self.max_response_tokens,
                 seed_key=(*seed_key, slot.spec.group, slot.spec.member),
@@ -154,39 +153,27 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         return episodes
 
     def _observe(self, episode: Episode) -> None:
-        """Make the prompt of the next turn, or end the episode where no room is left for a response."""
-        assert episode.slot.observation is not None
-        request, episode.refusal = episode.request, None
-        try:
-            prompt = self.context.observe(
-                episode.conversation,
-                episode.slot.observation,
-                max_turns=self.environments.max_turns,
-            )
-        except RequestRefusedError as error:
-            episode.refusal = refusal(error.code, str(error))
-            return
-        episode.prompt = prompt
-        episode.temperature = self._temperature(episode)
-        if request is not None and request.max_tokens is not None:
-            episode.max_response_tokens = min(request.max_tokens, self.max_response_tokens)
-        else:
-            episode.max_response_tokens = self.max_response_tokens
-            if begin_summary(self.context, episode, response_tokens=self.max_response_tokens):
-                return
-        if len(prompt.ids) + episode.max_response_tokens > self.context.max_tokens:
-            if request is not None:
-                long = too_long(
-                    len(prompt.ids), episode.max_response_tokens, context=self.context.max_tokens
-                )
-                episode.refusal = refusal(long.code, str(long))
-                return
-            if not episode.trajectory.turns:
-                raise RolloutError(
-                    f"the first prompt has {len(prompt.ids)} tokens and a response may have "
-                    f"{self.max_response_tokens}, more than context.max_tokens={self.context.max_tokens}; raise it"
-                )
+        """Begin the next turn, or end the episode where no room is left for a response."""
+        settings = TurnSettings(
+            max_turns=self.environments.max_turns,
+            max_response_tokens=self.max_response_tokens,
+            temperature=self._temperature(episode),
+        )
+        episode.turn = self._present_turn(episode.slot)
+        if not episode.turn.begin(episode, self.context, settings):
             self._end(episode, EpisodeStatus.TRUNCATED)
+
+    def _present_turn(self, slot: EnvironmentSlot) -> PresentTurn:
+        """Return the turn that an environment waits for."""
+        observation = slot.observation
+        assert observation is not None
+        if observation.request is None:
+            return ActionTurn()
+        return RequestTurn(
+            request=observation.request,
+            images=observation.images,
+            penalty=lambda: self.environments.penalty(slot.members),
+        )
 
     def _end(self, episode: Episode, status: EpisodeStatus) -> None:
         end_episode(episode, status, max_tokens=self.context.max_tokens)
@@ -223,9 +210,9 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         stepping: dict[int, PendingTurn] = {}
         while playing:
             watch.check()
-            refused = [episode for episode in ready if episode.refusal is not None]
-            stepping |= self._start([refused_turn(episode) for episode in refused])
-            ready = [episode for episode in ready if episode.refusal is None]
+            refused = [(episode, episode.turn.refused(episode)) for episode in ready]
+            stepping |= self._start([turn for _, turn in refused if turn is not None])
+            ready = [episode for episode, turn in refused if turn is None]
             if ready:
                 responder.submit(ready)
                 asked += len(ready)
@@ -238,15 +225,13 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 failed = episode.trajectory.error is not None
                 self._end(episode, EpisodeStatus.FAILED if failed else EpisodeStatus.TRUNCATED)
             answered = [
-                (playing[number], response)
+                self._read(playing[number], response)
                 for number, response in responses
                 if response is not None
             ]
-            pending = [self._read(*pair) for pair in answered if not pair[0].summarizes]
-            summarized = [
-                self._summarize(*pair, on_turn=on_turn) for pair in answered if pair[0].summarizes
-            ]
-            stepping |= self._start(pending)
+            stepping |= self._start([turn for turn in answered if turn.episode.turn.acts])
+            written = [turn for turn in answered if not turn.episode.turn.acts]
+            summarized = [self._summarize(turn, on_turn=on_turn) for turn in written]
             turned = self._finish(
                 stepping,
                 all_of_them=not responder.continuous,
@@ -302,16 +287,11 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 on_turn(pending.episode)
         return [pending.episode for pending, _ in ended]
 
-    def _summarize(
-        self, episode: Episode, response: Generation | str, *, on_turn: OnTurn | None
-    ) -> Episode:
+    def _summarize(self, pending: PendingTurn, *, on_turn: OnTurn | None) -> Episode:
         """Record a summary, and go on with the conversation that it begins."""
-        generation = sampled(response, self.context)
-        pieces = self.context.pieces(generation.ids)
-        turn = summary_turn(self.context, episode, generation, pieces)
-        episode.trajectory.turns.append(turn)
-        episode.max_response_tokens = self.max_response_tokens
-        if len(episode.prompt.ids) + self.max_response_tokens > self.context.max_tokens:
+        episode = pending.episode
+        episode.turn.record(pending, TurnResult(), self.context)
+        if not episode.fits(self.context):
             self._end(episode, EpisodeStatus.TRUNCATED)
         if on_turn is not None:
             on_turn(episode)
@@ -319,12 +299,13 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
 
     def _read(self, episode: Episode, response: Generation | str) -> PendingTurn:
         generation = sampled(response, self.context)
-        if isinstance(response, str) and episode.prompt_format.statements:
+        has_statements = episode.turn.acts and episode.prompt_format.statements
+        if isinstance(response, str) and has_statements:
             self._check_written(generation)
-        return read_response(
+        return episode.turn.read(
             episode,
             generation,
-            context=self.context,
+            self.context,
             max_actions=self.environments.max_actions_per_turn,
         )
 
@@ -340,49 +321,14 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
 
         A program's request that got no response is none, nor is a response that a program did not get.
         """
-        episode = pending.episode
-        trajectory = episode.trajectory
-        is_turn = pending.generation is not None and result.answer.delivered
-        if pending.generation is not None and is_turn:
-            self._record(pending, pending.generation, result)
-        elif trajectory.turns:
-            add_terms(trajectory.turns[-1], result.reward_terms)
+        episode, trajectory = pending.episode, pending.episode.trajectory
+        is_turn = episode.turn.record(pending, result, self.context)
         trajectory.success = bool(result.success)
         if result.error is not None:
             trajectory.error = result.error
-        for number in result.answer.invalid_turns:
-            turn = trajectory.turns[number]
-            turn.action_is_valid = False
-            # once, where the response was cut or had a malformed call too
-            if turn.trained:
-                turn.reward_terms["format"] = -self.environments.penalty(episode.slot.members)
-        for number, terms in result.answer.rewards_of.items():
-            add_terms(trajectory.turns[number], terms)
-        if result.status is not None and not trajectory.turns and result.error is None:
-            trajectory.error = "the program ended without a response to any of its requests"
-            result.status = EpisodeStatus.FAILED
         # a truncated episode keeps the prompt of its last state, to bootstrap from
         if result.status in (None, EpisodeStatus.TRUNCATED):
             self._observe(episode)
         if result.status is not None and not episode.done:
             self._end(episode, result.status)
         return is_turn
-
-    def _record(self, pending: PendingTurn, generation: Generation, result: TurnResult) -> None:
-        """Add a turn to its trajectory and its conversation."""
-        episode, turn = pending.episode, played_turn(pending, generation, result)
-        episode.trajectory.turns.append(turn)
-        if pending.request is not None and pending.message is not None:
-            call = RecordedCall(
-                request=pending.request,
-                message=pending.message,
-                prompt=episode.prompt,
-                response_ids=turn.response_ids,
-            )
-            episode.conversation.calls.append(call)
-        episode.conversation.respond(
-            ids=turn.response_ids,
-            text=turn.response_text,
-            actions=turn.actions,
-            calls=pending.parsed.calls,
-        )

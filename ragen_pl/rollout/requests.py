@@ -1,4 +1,4 @@
-"""Answers to the requests of agent programs: a sampled response as a message, and requests that get none.
+"""Turns that answer requests of agent programs: a sampled response as a message, and requests that get none.
 
 An action of a program's environment is JSON text: `{"message", "finish_reason", "usage"}` for an answer, with
 `"logprobs"` where the program asked for them, and `{"error": {"code", "message"}}` for a refusal.
@@ -7,19 +7,146 @@ An action of a program's environment is JSON text: `{"message", "finish_reason",
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from ragen_pl.chat_formats.messages import Message, call_message
 from ragen_pl.chat_formats.tool_calls.message import AssistantMessage, ToolCall
 from ragen_pl.engines.protocol import Generation
+from ragen_pl.environments.slot import TurnResult
+from ragen_pl.prompts.conversation import Context
+from ragen_pl.prompts.histories import RecordedCall
 from ragen_pl.prompts.message_format import MessageFormat
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.requests import RequestRefusedError
-from ragen_pl.trajectory import ChatRequest
+from ragen_pl.rollout import chat_messages
+from ragen_pl.rollout.turns import (
+    Episode,
+    PendingTurn,
+    PresentTurn,
+    TurnSettings,
+    add_turn,
+    respond,
+)
+from ragen_pl.trajectory import ChatRequest, EpisodeStatus, ProgramCall, TurnKind, add_terms
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestTurn(PresentTurn):
+    """Turn whose response answers a program's request.
+
+    Attributes:
+        request: the request, which has all messages of the prompt.
+        images: its images.
+        penalty: returns what a response costs that the program declares not valid.
+    """
+
+    request: ChatRequest
+    images: list[np.ndarray]
+    penalty: Callable[[], float]
+    _refusal: ParsedResponse | None = field(init=False, default=None)
+    _message: Message = field(init=False, default_factory=dict)
+
+    def kind(self, episode: Episode) -> TurnKind:
+        """Return a call with what the program says of it."""
+        return ProgramCall(
+            call_id=self.request.call_id,
+            history=episode.conversation.history,
+            is_task_step=self.request.is_task_step,
+            trained=self.request.trained,
+        )
+
+    def begin(self, episode: Episode, context: Context, settings: TurnSettings) -> bool:
+        """Show the request; one that cannot be shown or is too long is refused, and the program may go on."""
+        longest, asked = settings.max_response_tokens, self.request.max_tokens
+        try:
+            episode.prompt = context.observe_request(
+                episode.conversation, self.request, self.images
+            )
+            episode.temperature = settings.temperature
+            episode.max_response_tokens = longest if asked is None else min(asked, longest)
+            if not episode.fits(context):
+                raise too_long(
+                    len(episode.prompt.ids), episode.max_response_tokens, context=context.max_tokens
+                )
+        except RequestRefusedError as error:
+            self._refusal = refusal(error.code, str(error))
+        return True
+
+    def refused(self, episode: Episode) -> PendingTurn | None:
+        """Return the turn of a request that was refused."""
+        if self._refusal is None:
+            return None
+        return PendingTurn(episode=episode, parsed=self._refusal)
+
+    def read(
+        self, episode: Episode, generation: Generation, context: Context, *, max_actions: int
+    ) -> PendingTurn:
+        """Read the answer."""
+        assert episode.conversation.native is not None
+        pieces = context.pieces(generation.ids)
+        answer = answer_request(
+            self.request,
+            generation,
+            native=episode.conversation.native,
+            prompt_tokens=len(episode.prompt.ids),
+            turn=episode.slot.turn,
+            opening=context.opening,
+            pieces=pieces,
+        )
+        generation, self._message = answer.generation, answer.message
+        pieces = pieces[: len(generation.ids)]
+        return PendingTurn(
+            episode=episode,
+            generation=generation,
+            opening=context.opening,
+            pieces=pieces,
+            # an end has no text; a response that was cut has none
+            end_sampled=not generation.hit_length_limit and pieces[-1] == "",
+            parsed=answer.parsed,
+            state_description=episode.slot.state_description,
+            state_key=episode.slot.state_key,
+        )
+
+    def record(self, pending: PendingTurn, result: TurnResult, context: Context) -> bool:
+        """Add a turn if the program got a response, and what its end says of earlier ones."""
+        turns, outcome = pending.episode.trajectory.turns, result.answer
+        is_turn = pending.generation is not None and outcome.delivered
+        if is_turn:
+            self._add(pending, result)
+        elif turns:
+            add_terms(turns[-1], result.reward_terms)
+        for number in outcome.invalid_turns:
+            turns[number].action_is_valid = False
+            # once, where the response was cut or had a malformed call too
+            if turns[number].trained:
+                turns[number].reward_terms["format"] = -self.penalty()
+        for number, terms in outcome.rewards_of.items():
+            add_terms(turns[number], terms)
+        if result.status is not None and not turns and result.error is None:
+            result.error = "the program ended without a response to any of its requests"
+            result.status = EpisodeStatus.FAILED
+        return is_turn
+
+    def _add(self, pending: PendingTurn, result: TurnResult) -> None:
+        episode, turn = pending.episode, add_turn(pending, result)
+        call = RecordedCall(
+            request=self.request,
+            message=self._message,
+            prompt=episode.prompt,
+            response_ids=turn.response_ids,
+        )
+        episode.conversation.calls.append(call)
+        respond(pending, turn)
+
+    def messages(
+        self, episode: Episode, *, window: int | Literal["all"]
+    ) -> list[chat_messages.Message]:
+        """Return the messages of the request."""
+        return chat_messages.request_messages(self.request, self.images)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,10 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
-from ragen_pl.base.prompt_formats import PromptFormat
-from ragen_pl.base.seeding import derive_seed
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.generation_check import (
     GenerationCheck,
@@ -26,72 +22,14 @@ from ragen_pl.engines.occlusion import occlusion_scores
 from ragen_pl.engines.protocol import (
     Generation,
     GenerationRequest,
-    Prompt,
     RolloutEngine,
     collective_rollout,
 )
-from ragen_pl.environments.manager import EnvironmentSlot
-from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.prompts.conversation import Conversation
-from ragen_pl.prompts.parsing import ParsedResponse
-from ragen_pl.trajectory import ChatRequest, Trajectory
+from ragen_pl.rollout.turns import Episode
 
 Response = Generation | str | None
 """A sampled response, the text of a written one, or None to stop the episode."""
-
-
-def _empty_prompt() -> Prompt:
-    no_ids = np.zeros(0, dtype=np.int64)
-    return Prompt(ids=no_ids, unexpanded_ids=no_ids)
-
-
-@dataclass(kw_only=True, slots=True)
-class Episode:
-    """An episode under way, with the turn that waits for a response.
-
-    Attributes:
-        number: index among the episodes played at once; engines use it as the session.
-        slot: the running environment.
-        conversation: context of the episode.
-        trajectory: turns played so far.
-        prompt_format: required form of a response.
-        max_response_tokens: longest response.
-        seed_key: counters that the seeds of the episode's turns start with.
-        samples: whether its responses are sampled.
-        prompt: prompt of the present turn.
-        temperature: temperature of the present turn.
-        truncation: ids that sampling keeps; None for all.
-        done: whether the episode has ended.
-        summarizes: whether the present response is to be a summary of the history.
-        refusal: reason why a program's present request gets no response; None if it gets one.
-    """
-
-    number: int
-    slot: EnvironmentSlot
-    conversation: Conversation
-    trajectory: Trajectory
-    prompt_format: PromptFormat
-    max_response_tokens: int
-    seed_key: tuple[int | str, ...]
-    samples: bool = True
-    prompt: Prompt = field(default_factory=_empty_prompt)
-    temperature: float = 1.0
-    truncation: Truncation | None = None
-    done: bool = False
-    summarizes: bool = False
-    refusal: ParsedResponse | None = None
-
-    @property
-    def request(self) -> ChatRequest | None:
-        """Present request of a program; None in other environments."""
-        return None if self.slot.observation is None else self.slot.observation.request
-
-    @property
-    def seed(self) -> int:
-        """Seed of all random draws of the present turn."""
-        purpose = ("summary",) if self.summarizes else ()
-        return derive_seed(*self.seed_key, self.slot.turn, *purpose)
 
 
 class Responder(Protocol):

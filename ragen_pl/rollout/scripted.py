@@ -15,7 +15,8 @@ from ragen_pl.base.prompt_formats import BLOCKS, REASONING, format_response, wit
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.prompts.parsing import named_actions
 from ragen_pl.prompts.spatial_relations import relations_text
-from ragen_pl.rollout.responders import Episode, TextResponder
+from ragen_pl.rollout.responders import TextResponder
+from ragen_pl.rollout.turns import Episode
 
 
 class ScriptedPolicy(Protocol):
@@ -56,7 +57,7 @@ class ScriptedResponder(TextResponder):
 
     def _response(self, episode: Episode) -> str:
         slot = episode.slot
-        if episode.summarizes:
+        if not episode.turn.acts:
             return slot.state_description or ""
         rng = np.random.Generator(np.random.Philox(key=episode.seed))
         action = self.policy.act(slot.env, rng)

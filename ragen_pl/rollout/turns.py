@@ -1,27 +1,105 @@
-"""Turns of episodes: a response with the state before it, and the record of it once its result is known."""
+"""Turns of episodes: an episode under way, its present turn, and the record of a turn once its result is known.
+
+A present turn is of one of three kinds: it acts in an environment (`ragen_pl.rollout.actions`), answers a program's
+request (`ragen_pl.rollout.requests`) or summarizes the history (`ragen_pl.rollout.summaries`).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from ragen_pl.chat_formats.messages import Message
-from ragen_pl.engines.protocol import Generation
+from ragen_pl.base.prompt_formats import PromptFormat
+from ragen_pl.base.seeding import derive_seed
+from ragen_pl.engines.protocol import Generation, Prompt
 from ragen_pl.environments.slot import EnvironmentSlot, TurnResult
-from ragen_pl.prompts.conversation import Context, Conversation
-from ragen_pl.prompts.parsing import ParsedResponse, label_tokens, parse_response
-from ragen_pl.rollout.requests import answer_request
-from ragen_pl.rollout.responders import Episode
-from ragen_pl.trajectory import ChatRequest, EpisodeStatus, Trajectory, Turn
+from ragen_pl.models.truncation import Truncation
+from ragen_pl.prompts.conversation import NO_IDS, Context, Conversation
+from ragen_pl.prompts.parsing import ParsedResponse, label_tokens
+from ragen_pl.rollout.chat_messages import Message, conversation_messages
+from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn, TurnKind
+
+
+def _empty_prompt() -> Prompt:
+    return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS)
+
+
+@dataclass(kw_only=True, slots=True)
+class Episode:
+    """An episode under way, with the turn that waits for a response.
+
+    Attributes:
+        number: index among the episodes played at once; engines use it as the session.
+        slot: the running environment.
+        conversation: context of the episode.
+        trajectory: turns played so far.
+        turn: the present turn.
+        prompt_format: required form of a response.
+        max_response_tokens: longest response of the present turn.
+        seed_key: counters that the seeds of the episode's turns start with.
+        samples: whether its responses are sampled.
+        prompt: prompt of the present turn.
+        temperature: temperature of the present turn.
+        truncation: ids that sampling keeps; None for all.
+        done: whether the episode has ended.
+    """
+
+    number: int
+    slot: EnvironmentSlot
+    conversation: Conversation
+    trajectory: Trajectory
+    turn: PresentTurn
+    prompt_format: PromptFormat
+    max_response_tokens: int
+    seed_key: tuple[int | str, ...]
+    samples: bool = True
+    prompt: Prompt = field(default_factory=_empty_prompt)
+    temperature: float = 1.0
+    truncation: Truncation | None = None
+    done: bool = False
+
+    @property
+    def seed(self) -> int:
+        """Seed of all random draws of the present turn."""
+        return derive_seed(*self.seed_key, self.slot.turn, *self.turn.purpose)
+
+    def fits(self, context: Context) -> bool:
+        """Return whether the prompt and the longest response of the present turn fit into the context."""
+        return len(self.prompt.ids) + self.max_response_tokens <= context.max_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnSettings:
+    """What the turn loop sets for an episode's next turn.
+
+    Attributes:
+        max_turns: largest number of turns.
+        max_response_tokens: longest response.
+        temperature: sampling temperature.
+    """
+
+    max_turns: int
+    max_response_tokens: int
+    temperature: float
 
 
 @dataclass(kw_only=True, slots=True)
 class PendingTurn:
     """A response with the state of its episode before it is carried out.
 
-    A program's request that gets no response has no generation. `request` and `message` are those of programs.
+    Attributes:
+        episode: the episode.
+        parsed: the response as its environment takes it.
+        generation: the response; None for a program's request that gets none.
+        opening: text of the prompt with which the response begins.
+        pieces: text of each token.
+        end_sampled: whether the last token is the end-of-turn token.
+        state_description: the environment's description of the state.
+        state_key: key of the state, where it is recorded.
     """
 
     episode: Episode
@@ -29,10 +107,62 @@ class PendingTurn:
     generation: Generation | None = None
     opening: str = ""
     pieces: Sequence[str] = ()
+    end_sampled: bool = False
     state_description: str | None = None
     state_key: str | None = None
-    request: ChatRequest | None = None
-    message: Message | None = None
+
+
+class PresentTurn(ABC):
+    """The turn of an episode that waits for its response: its prompt, its response and their record."""
+
+    acts: ClassVar[bool] = True
+    """Whether the environment carries out the response."""
+    purpose: ClassVar[tuple[str, ...]] = ()
+    """What tells the seed of the turn from that of an action."""
+
+    @abstractmethod
+    def kind(self, episode: Episode) -> TurnKind:
+        """Return the kind as which the turn is recorded."""
+
+    @abstractmethod
+    def begin(self, episode: Episode, context: Context, settings: TurnSettings) -> bool:
+        """Make the prompt of the turn; return whether it leaves room for a response."""
+
+    def refused(self, episode: Episode) -> PendingTurn | None:
+        """Return the turn if it is carried out without a response, None where the policy responds."""
+        return None
+
+    @abstractmethod
+    def read(
+        self, episode: Episode, generation: Generation, context: Context, *, max_actions: int
+    ) -> PendingTurn:
+        """Read the response.
+
+        Args:
+            episode: the episode.
+            generation: the response.
+            context: tells the text of its tokens.
+            max_actions: number of actions that are carried out.
+        """
+
+    @abstractmethod
+    def record(self, pending: PendingTurn, result: TurnResult, context: Context) -> bool:
+        """Add the turn to its trajectory and its conversation; return whether there was one.
+
+        Args:
+            pending: the turn.
+            result: what came of the response; may be changed.
+            context: context of the conversation.
+        """
+
+    def messages(self, episode: Episode, *, window: int | Literal["all"]) -> list[Message]:
+        """Return the messages up to the present turn, for a model behind an API.
+
+        Args:
+            episode: the episode.
+            window: number of latest turns shown, or `"all"`.
+        """
+        return conversation_messages(episode.conversation, window=window)
 
 
 def sampled(response: Generation | str, context: Context) -> Generation:
@@ -47,65 +177,6 @@ def sampled(response: Generation | str, context: Context) -> Generation:
         hit_length_limit=False,
         version=0,
     )
-
-
-def read_response(
-    episode: Episode, generation: Generation, *, context: Context, max_actions: int
-) -> PendingTurn:
-    """Read a response to the present turn of an episode.
-
-    Args:
-        episode: the episode.
-        generation: the response.
-        context: tells the text of its tokens.
-        max_actions: number of actions that are carried out.
-    """
-    pieces = context.pieces(generation.ids)
-    text = context.opening + "".join(pieces)
-    names, native, message = episode.slot.action_names, episode.conversation.native, None
-    if episode.request is not None:
-        assert native is not None
-        answer = answer_request(
-            episode.request,
-            generation,
-            native=native,
-            prompt_tokens=len(episode.prompt.ids),
-            turn=episode.slot.turn,
-            opening=context.opening,
-            pieces=pieces,
-        )
-        generation, parsed, message = answer.generation, answer.parsed, answer.message
-        pieces = pieces[: len(generation.ids)]
-    elif native is not None:
-        parsed = native.parse(text, names, max_actions=max_actions)
-    else:
-        parsed = parse_response(
-            text,
-            names,
-            max_actions=max_actions,
-            prompt_format=episode.prompt_format,
-            start=context.words_start(text),
-        )
-    # a response without its end is no answer, even where it looks like one
-    if generation.hit_length_limit and episode.request is None:
-        parsed.actions, parsed.calls = [], []
-    return PendingTurn(
-        episode=episode,
-        generation=generation,
-        opening=context.opening,
-        pieces=pieces,
-        parsed=parsed,
-        state_description=episode.slot.state_description,
-        state_key=episode.slot.state_key,
-        request=episode.request,
-        message=message,
-    )
-
-
-def refused_turn(episode: Episode) -> PendingTurn:
-    """Return the turn of a program's request that gets no response."""
-    assert episode.refusal is not None
-    return PendingTurn(episode=episode, parsed=episode.refusal)
 
 
 def new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Trajectory:
@@ -123,14 +194,13 @@ def new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Traject
     )
 
 
-def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult) -> Turn:
-    """Return a turn of which the environment's result is known."""
-    episode, parsed, request = pending.episode, pending.parsed, pending.request
-    trained = request is None or request.trained
-    # an end has no text; a response that was cut has none
-    end_sampled = not generation.hit_length_limit and (request is None or pending.pieces[-1] == "")
+def add_turn(pending: PendingTurn, result: TurnResult) -> Turn:
+    """Add a turn of which the environment's result is known to its trajectory, and return it."""
+    episode, parsed, generation = pending.episode, pending.parsed, pending.generation
+    assert generation is not None
+    kind = episode.turn.kind(episode)
     ends = len(pending.opening) + np.cumsum([len(piece) for piece in pending.pieces])
-    return Turn(
+    turn = Turn(
         observation=episode.conversation.observation,
         prompt_ids=episode.prompt.ids,
         prompt_roles=episode.prompt.roles,
@@ -138,7 +208,7 @@ def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult
         response_ids=generation.ids,
         response_logprobs=generation.logprobs,
         response_entropy=generation.entropy,
-        spans=label_tokens(parsed, ends.tolist(), end_sampled=end_sampled),
+        spans=label_tokens(parsed, ends.tolist(), end_sampled=pending.end_sampled),
         response_text="".join(pending.pieces),
         think=parsed.think,
         actions=result.actions,
@@ -146,7 +216,7 @@ def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult
         action_is_effective=result.effective,
         hit_length_limit=generation.hit_length_limit,
         temperature=episode.temperature,
-        reward_terms=_charged(result.reward_terms, trained=trained),
+        reward_terms=_charged(result.reward_terms, trained=kind.trained),
         success=result.success,
         info=result.info,
         statements=result.statements,
@@ -154,13 +224,22 @@ def played_turn(pending: PendingTurn, generation: Generation, result: TurnResult
         state_key=pending.state_key,
         prompt_patches=episode.prompt.patches,
         turns_left_out=episode.prompt.left_out,
-        advances=request is None or request.advances,
-        trained=trained,
-        call_id=None if request is None else request.call_id,
-        history=episode.conversation.history,
+        kind=kind,
         kept_ids=generation.kept_ids,
         kept_counts=generation.kept_counts,
         response_values=generation.values,
+    )
+    episode.trajectory.turns.append(turn)
+    return turn
+
+
+def respond(pending: PendingTurn, turn: Turn) -> None:
+    """Add the response of a turn to its conversation."""
+    pending.episode.conversation.respond(
+        ids=turn.response_ids,
+        text=turn.response_text,
+        actions=turn.actions,
+        calls=pending.parsed.calls,
     )
 
 

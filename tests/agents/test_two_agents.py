@@ -28,7 +28,7 @@ def test_credit_is_conserved_over_two_agents(monkeypatch, says, report, answer):
     )
     # the lead's two calls are one sample, the scout's call is another
     check_record(trajectory, engine, samples=2)
-    assert [turn.history for turn in trajectory.turns] == ["first", "system", "joined"]
+    assert [turn.kind.history for turn in trajectory.turns] == ["first", "system", "joined"]
     _, scouted, last = trajectory.turns
     assert says[0] in scouted.observation.text and says[1] in last.observation.text
     assert [turn.reward for turn in trajectory.turns] == [0.0, report, answer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from ragen_pl.data.collate import collate, usable
 from ragen_pl.data.demonstrations import set_discounted_returns
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, compute_token_masks
-from ragen_pl.trajectory import Observation, Trajectory, Turn
+from ragen_pl.trajectory import Action, Observation, ProgramCall, Summary, Trajectory, Turn
 
 
 def by_token(batch: TrajectoryBatch, name: str) -> torch.Tensor:
@@ -79,7 +79,7 @@ def compacted(*, advances: bool = True, summary: bool = True) -> Trajectory:
     first = call([20], [30])
     turns = [first]
     if summary:
-        turns.append(call(after(first, 40), [31], advances=advances))
+        turns.append(call(after(first, 40), [31], is_task_step=advances))
     turns.append(call([20, 41], [32]))
     turns.append(call(after(turns[-1], 42), [33], reward=1.0))
     return episode(*turns)
@@ -214,13 +214,31 @@ def test_text_that_was_shown_is_not_trained_on_with_untrained_turns(lm) -> None:
 # ---- what earlier versions wrote
 
 
-def test_turns_of_an_earlier_version_are_trained_and_advance() -> None:
-    turn = call([20], [30], reward=1.0, advances=False, trained=False)
-    kept = unpacked(packed(turn), (Turn, Observation))
-    assert not kept.advances and not kept.trained
-    del turn.advances, turn.trained
-    earlier = unpacked(packed(turn), (Turn, Observation))
-    assert earlier.advances and earlier.trained and earlier.reward == 1.0
+@pytest.mark.parametrize(
+    ("former", "kind"),
+    [
+        ({}, Action()),
+        ({"advances": True, "trained": True, "call_id": None, "history": None}, Action()),
+        ({"advances": False, "trained": True, "call_id": None, "history": None}, Summary()),
+        (
+            {"advances": False, "trained": False, "call_id": "a", "history": "joined"},
+            ProgramCall(call_id="a", history="joined", is_task_step=False, trained=False),
+        ),
+    ],
+)
+def test_turns_of_an_earlier_version_have_a_kind(monkeypatch, former, kind) -> None:
+    turn = call([20], [30], reward=1.0, is_task_step=False)
+    kinds = (Turn, Observation, Action, ProgramCall, Summary)
+    assert unpacked(packed(turn), kinds).kind == ProgramCall(is_task_step=False)
+    turn.info = {"success": True} if former else {}
+    names = {field.name for field in fields(turn)} - {"kind", "success"}
+    state = {name: getattr(turn, name) for name in names} | former
+    monkeypatch.setattr(Turn, "__getstate__", lambda turn: (None, state))
+    data = packed(turn)
+    monkeypatch.undo()
+    earlier = unpacked(data, kinds)
+    assert earlier.kind == kind and earlier.reward == 1.0
+    assert earlier.success is (True if former else None)
 
 
 def test_arrays_of_an_earlier_version_are_read(monkeypatch) -> None:
@@ -262,7 +280,7 @@ def trees(draw) -> list[Trajectory]:
                 prompt = after(draw(st.sampled_from(turns)), *prompt)
             if kind == "rewrite":
                 del prompt[draw(st.integers(0, len(prompt) - 2))]
-            facts = {"advances": draw(st.booleans()), "trained": draw(st.integers(0, 3)) > 0}
+            facts = {"is_task_step": draw(st.booleans()), "trained": draw(st.integers(0, 3)) > 0}
             reward = draw(st.integers(-2, 2)) / 4
             turns.append(call(prompt, draw(ids), reward=reward, **facts))
         played.append(episode(*turns, group=0, member=number))
@@ -279,7 +297,7 @@ def chain(trajectory: Trajectory, values: list[float], estimator: BilevelGAE) ->
     ends = torch.tensor([len(turn.response_ids) for turn in turns]).cumsum(0).tolist()
     result, following, ahead = [0.0] * ends[-1], 0.0, 0.0
     for number in reversed(range(len(turns))):
-        step = turns[number].advances
+        step = turns[number].is_task_step
         gamma, lam = (estimator.gamma_turn, estimator.lam_turn) if step else (1.0, 1.0)
         last, first = ends[number] - 1, ends[number] - len(turns[number].response_ids)
         value = values[last if estimator.published else first]
@@ -343,7 +361,7 @@ def test_random_episodes(lm, played, data) -> None:
 
 def test_returns_of_demonstrations_do_not_discount_summaries(lm):
     first = call([1], [2])
-    summary = call(after(first, 3), [4], advances=False)
+    summary = call(after(first, 3), [4], is_task_step=False)
     last = call(after(summary, 5), [6], reward=1.0)
     batch = collate([episode(first, summary, last)], lm)
     set_discounted_returns(batch, gamma=0.5)

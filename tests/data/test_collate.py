@@ -15,7 +15,7 @@ from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.models.truncation import KeptIds
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, compute_token_masks
-from ragen_pl.trajectory import EpisodeStatus
+from ragen_pl.trajectory import EpisodeStatus, ProgramCall
 
 LENGTHS = [[3, 5, -4], [2], [4, -1, 3, 2]]
 
@@ -80,7 +80,7 @@ def test_episodes_have_their_success_and_the_sums_of_their_reward_terms(lm, make
             turn.actions = ["Left"]
     played[0].turns[0].reward_terms = {"environment": 0.25, "judge": 0.1}
     played[0].turns[1].reward_terms = {"environment": 0.5, "format": -0.05}
-    played[0].turns[1].trained = False
+    played[0].turns[1].kind = ProgramCall(trained=False)
     played[0].turns[1].success = True
     played[0].success = True
     played[1].turns[0].reward_terms = {}

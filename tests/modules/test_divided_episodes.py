@@ -116,7 +116,7 @@ def fork():
 def compaction():
     """An episode of two samples, the first of which ends with a summary."""
     first = call([20], [30])
-    summary = call(after(first, 40), [31, 32], advances=False)
+    summary = call(after(first, 40), [31, 32], is_task_step=False)
     return episode(first, summary, call([20, 41], [33], reward=1.0))
 
 
@@ -144,7 +144,7 @@ def test_averages_over_rows_are_refused_where_the_history_divides_episodes(make,
     # a sample for each turn, as a window of turns gives, and a summary in the only sample
     apart = episode(call([20], [30]), call([21], [31]), call([22], [32], reward=1.0))
     first = call([20], [30])
-    whole = episode(first, call(after(first, 40), [31], advances=False))
+    whole = episode(first, call(after(first, 40), [31], is_task_step=False))
     for played, rows in ((apart, 3), (whole, 1)):
         assert len(agent.prepare(collate([played], bundle)).samples) == rows
 

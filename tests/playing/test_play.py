@@ -21,8 +21,9 @@ from ragen_pl.playing.terminal import Screen, fitted, half_blocks, printable, sh
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import EngineResponder, Episode
+from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.rollout.turns import Episode
 from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn
 
 FROZEN_LAKE = "visual_envs:ragen/FrozenLakeVisual-v0"

@@ -53,7 +53,7 @@ def test_recomputed_logprobs_are_those_that_were_recorded(play, script, family):
     engine = TransformersEngine(PolicyModule(bundle))
     (episode,) = play(script(f"IMAGES = {images!r}\n{BODY}"), bundle=bundle, engine=engine)
     assert episode.error is None
-    histories = [turn.history for turn in episode.turns]
+    histories = [turn.kind.history for turn in episode.turns]
     assert histories == HISTORIES
     assert [turn.trained for turn in episode.turns].count(False) == 1
     batch = collate([episode], bundle)

@@ -20,7 +20,7 @@ def test_a_program_is_an_episode(play, script):
     assert episode.status is EpisodeStatus.TERMINATED and episode.error is None
     assert episode.success and episode.reward == 0.5
     assert [turn.response_text for turn in episode.turns] == ["word 0", "word 1", "word 2"]
-    assert [turn.history for turn in episode.turns] == ["first", "joined", "joined"]
+    assert [turn.kind.history for turn in episode.turns] == ["first", "joined", "joined"]
     assert episode.turns[1].observation.text == "user: turn 1 of 0"
     assert episode.turns[-1].reward_terms == {"environment/program": 0.5}
     assert episode.turns[-1].info["program"]["output"] == "done\n"
@@ -86,7 +86,7 @@ report(reward=1, info={{"why": answer["finish_reason"], "content": message["cont
     told = second.info["program"]
     assert (told["why"], told["content"], told["article"]) == ("tool_calls", "so", "tea")
     assert first.actions == ['{"name": "price", "arguments": {"article": "tea"}}']
-    assert second.history == "joined" and second.observation.text == "tool: 3 coins"
+    assert second.kind.history == "joined" and second.observation.text == "tool: 3 coins"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ report(reward=1)
 """
     (episode,) = play(script(body))
     assert [turn.trained for turn in episode.turns] == [False, False, True, True]
-    assert [turn.advances for turn in episode.turns] == [True, True, False, True]
+    assert [turn.is_task_step for turn in episode.turns] == [True, True, False, True]
 
 
 def test_functions_run_in_forks_and_return_their_result(play, tmp_path, monkeypatch):

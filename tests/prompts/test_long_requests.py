@@ -14,7 +14,7 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Conversation
 from ragen_pl.prompts.histories import RecordedCall
 from ragen_pl.prompts.requests import RequestRefusedError
-from ragen_pl.trajectory import FIRST, JOINED, ChatRequest, Observation
+from ragen_pl.trajectory import FIRST, JOINED, ChatRequest
 
 TEXTS = {
     "words": "words and other words, ",
@@ -42,8 +42,7 @@ class Asking:
         """Return the prompt of the history and a text, which joins the history if it is not refused."""
         messages = [*self.messages, {"role": "user", "content": text}]
         self.request = ChatRequest(messages=messages, tools=[*tools])
-        observation = Observation(text="", request=self.request)
-        self.prompt = self.context.observe(self.talk, observation, max_turns=9)
+        self.prompt = self.context.observe_request(self.talk, self.request, [])
         self.messages = [*messages]
         return self.prompt
 

@@ -23,7 +23,7 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Conversation, TextContext
 from ragen_pl.prompts.histories import RecordedCall
 from ragen_pl.rollout.requests import RequestAnswer, answer_request
-from ragen_pl.trajectory import Observation, Span
+from ragen_pl.trajectory import Span
 
 PRICE = {
     "name": "price",
@@ -55,8 +55,7 @@ def ask(protocol: Protocol, messages: list[dict[str, Any]], **body: Any) -> Clie
 
 
 def observed(context: Any, talk: Conversation, client: ClientRequest) -> Any:
-    observation = Observation(text="", images=client.images, request=client.chat)
-    return context.observe(talk, observation, max_turns=99)
+    return context.observe_request(talk, client.chat, client.images)
 
 
 def answered(

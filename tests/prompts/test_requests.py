@@ -13,7 +13,7 @@ from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.histories import RecordedCall
 from ragen_pl.prompts.requests import RequestRefusedError
-from ragen_pl.trajectory import FIRST, JOINED, ChatRequest, Observation
+from ragen_pl.trajectory import FIRST, JOINED, ChatRequest
 
 TAKING = ("qwen2_5", "qwen3", "qwen3_5", "llama3_2", "gemma4", "qwen3_vl", "lfm2_vl")
 LEAVING_OUT = ("gemma3", "phi3", "smollm2", "qwen2_5_vl")
@@ -44,8 +44,7 @@ class Client:
         self.messages += messages
         values = {"messages": [*self.messages], "tools": self.tools} | changes
         self.request = ChatRequest(**values)
-        shown = Observation(text="", images=[*self.images], request=self.request)
-        self.prompt = self.context.observe(self.talk, shown, max_turns=9)
+        self.prompt = self.context.observe_request(self.talk, self.request, [*self.images])
         self.prompts.append(self.prompt.ids)
         return self.prompt.ids
 

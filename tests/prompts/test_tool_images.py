@@ -129,7 +129,7 @@ def test_a_programs_results_show_their_own_images(name):
     tool = tools[0]["function"]["name"]
     calls = [{"id": f"call0000{n}", "name": tool, "arguments": {}} for n in range(2)]
     asked = ChatRequest(messages=[{"role": "user", "content": "go"}], tools=tools)
-    prompt = context.observe(talk, Observation(text="", request=asked), max_turns=9)
+    prompt = context.observe_request(talk, asked, [])
     written = [function_call(number, tool) for number in range(2)]
     ids = context.encode_response(talk.native.tools.written(content="", calls=written))
     message = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -145,9 +145,7 @@ def test_a_programs_results_show_their_own_images(name):
     ]
     request = ChatRequest(messages=[*asked.messages, message, *results], tools=tools)
     images = [picture(number) for number in range(3)]
-    joined = context.observe(
-        talk, Observation(text="", images=images, request=request), max_turns=9
-    )
+    joined = context.observe_request(talk, request, images)
     assert talk.history == JOINED
     text = bundle.decode(joined.unexpanded_ids)
     slot = FAMILIES[name].slot_token

@@ -13,7 +13,8 @@ import visual_envs  # noqa: F401
 from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.rollout.responders import Episode, TextResponder
+from ragen_pl.rollout.responders import TextResponder
+from ragen_pl.rollout.turns import Episode
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from ragen_pl.rewards.shaping import (
     ThinkLength,
     WeightTerms,
 )
-from ragen_pl.trajectory import Trajectory, Turn
+from ragen_pl.trajectory import ProgramCall, Trajectory, Turn
 
 
 def turn(*, thinks=0, valid=True, effective=True, hit_length_limit=False, **terms) -> Turn:
@@ -102,6 +102,6 @@ def test_default_settings_change_no_term(reward):
 def test_the_form_of_a_response_that_is_not_trained_on_earns_nothing(reward):
     form = {"thinks": 8, "effective": False, "hit_length_limit": True}
     other = turn(**form)
-    other.trained = False
+    other.kind = ProgramCall(trained=False)
     trajectory = shaped(reward, turn(**form), other)
     assert trajectory.turns[0].reward == -1.0 and other.reward_terms == {}

@@ -49,7 +49,7 @@ def test_an_episode_that_exceeds_its_context_goes_on_after_a_summary(lm):
     assert cut.status is EpisodeStatus.TRUNCATED
     (whole,) = played(lm)
     assert whole.status is EpisodeStatus.TERMINATED and whole.success
-    summaries = [turn for turn in whole.turns if not turn.advances]
+    summaries = [turn for turn in whole.turns if not turn.is_task_step]
     assert summaries and len(whole.turns) - len(summaries) == 8
     for turn in whole.turns:
         assert len(turn.prompt_ids) + len(turn.response_ids) <= 150
@@ -57,7 +57,7 @@ def test_an_episode_that_exceeds_its_context_goes_on_after_a_summary(lm):
 
 def test_the_new_conversation_has_task_summary_and_latest_observation(lm):
     (episode,) = played(lm)
-    place = next(number for number, turn in enumerate(episode.turns) if not turn.advances)
+    place = next(number for number, turn in enumerate(episode.turns) if not turn.is_task_step)
     summary, following = episode.turns[place : place + 2]
     assert summary.observation.text == f"count {place} of 8\nSum up."
     assert (
@@ -71,12 +71,12 @@ def test_the_new_conversation_has_task_summary_and_latest_observation(lm):
 def test_samples_are_conversations_and_rewards_are_conserved(lm):
     (episode,) = played(lm)
     batch = collate([episode], lm)
-    summaries = sum(not turn.advances for turn in episode.turns)
+    summaries = sum(not turn.is_task_step for turn in episode.turns)
     assert len(batch.samples) == 1 + summaries
     assert float(batch.episodes.turn_rewards.sum()) == pytest.approx(episode.reward)
     trained = int((batch.samples.turn >= 0).sum())
     assert trained == sum(len(turn.response_ids) for turn in episode.turns)
-    advances = [turn.advances for turn in episode.turns]
+    advances = [turn.is_task_step for turn in episode.turns]
     assert batch.episodes.advances[0, : len(advances)].tolist() == advances
 
 
@@ -102,7 +102,7 @@ def test_trajectories_do_not_depend_on_the_number_of_environments(lm):
         )
         for num_envs in (1, 4)
     ]
-    assert any(not turn.advances for one in plays[0] for turn in one.turns)
+    assert any(not turn.is_task_step for one in plays[0] for turn in one.turns)
     assert responses(plays[0]) == responses(plays[1])
 
 

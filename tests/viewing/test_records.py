@@ -107,7 +107,7 @@ def test_token_credit_belongs_to_its_tokens(played: list[Trajectory], proxy: Age
 
 def test_untrained_turns_have_no_credit(proxy: AgentProxy) -> None:
     judge = call([20], [30, 31], trained=False)
-    first = call(after(judge, 40), [32], advances=False)
+    first = call(after(judge, 40), [32], is_task_step=False)
     played = episode(judge, first, call([21], [33, 34], reward=1.0))
     batch = collate([played], proxy.context.bundle)
     batch.samples.values[batch.samples.token >= 0] = batch.samples.token[

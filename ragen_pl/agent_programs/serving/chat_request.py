@@ -155,7 +155,7 @@ def read_request(
             stop=_stops(given.get("stop", [])),
             logprobs=_boolean(given, "logprobs", default=False),
             parallel_calls=_boolean(given, "parallel_tool_calls", default=True),
-            advances=_flag(metadata, "advances"),
+            is_task_step=_flag(metadata, "advances"),
             trained=train and _flag(metadata, "train"),
         ),
         model=str(given.get("model", "")),

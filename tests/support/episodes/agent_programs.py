@@ -151,5 +151,5 @@ def check_record(
     assert len(rows) == samples
     order = rows.token[rows.loss_mask].argsort()
     assert rows.input_ids[rows.loss_mask][order].tolist() == list(chain.from_iterable(recorded))
-    joined = [turn.history for turn in trajectory.turns]
+    joined = [turn.kind.history for turn in trajectory.turns]
     assert joined.count("joined") == len(joined) - samples
