@@ -12,7 +12,7 @@ import torch
 
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
-from ragen_pl.algorithms.credit import Credit, place_turn_rewards
+from ragen_pl.algorithms.credit import AdvantageInputs, place_turn_rewards
 from ragen_pl.algorithms.policy_loss import clipped_surrogate
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.algorithms.whitening import whiten
@@ -40,7 +40,7 @@ def main(*, updates: int = 60) -> list[float]:
             behavior = behavior_distribution[torch.arange(len(TURN)), tokens]
             turn_rewards = (tokens == RIGHT).view(EPISODES, 2, 2).all(-1).float()
             estimates = estimator(
-                Credit(
+                AdvantageInputs(
                     rewards=place_turn_rewards(turn_rewards, turn, mask),
                     values=values.expand(EPISODES, -1),
                     advantage_mask=mask,

@@ -18,7 +18,7 @@ from ragen_pl.base.run_facts import RunFacts
 
 
 @dataclass(kw_only=True, slots=True)
-class Credit:
+class AdvantageInputs:
     """A batch of trajectories in the credit layout.
 
     Attributes:
@@ -193,6 +193,10 @@ class Credit:
         return self.success > 0
 
 
+Credit = AdvantageInputs
+"""Its former name."""
+
+
 def _or_one(setting: float | Tensor, where: Tensor) -> Tensor:
     return torch.where(
         where, torch.as_tensor(setting, dtype=torch.float64, device=where.device), 1.0
@@ -224,7 +228,7 @@ class Estimator(Protocol):
 
     Attributes:
         needs_values: the estimator reads the values of a critic.
-        needs_states: the estimator reads the states that turns start in (`Credit.state`).
+        needs_states: the estimator reads the states that turns start in (`AdvantageInputs.state`).
         needs_groups: the estimator compares the trajectories of a group, so a group needs several.
         reads_returns: the estimator reads the returns or the rewards of turns, after normalization and penalties, and
             not what they are made of.
@@ -283,18 +287,20 @@ class Estimator(Protocol):
                 "algorithm.normalize.by._target_=ragen_pl.algorithms.normalization.Raw without bounds"
             )
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Estimate the advantages of a batch of trajectories.
 
         Args:
-            credit: the trajectories of this rank.
+            inputs: the trajectories of this rank.
             all_reduce: sums a tensor over the ranks; None on one rank.
         """
         ...
 
 
 def finish(
-    advantages: Tensor, returns: Tensor, credit: Credit, *, values: Tensor | None = None
+    advantages: Tensor, returns: Tensor, inputs: AdvantageInputs, *, values: Tensor | None = None
 ) -> Advantages:
     """Extend advantages and returns on M_adv to all tokens of M_loss.
 
@@ -310,38 +316,38 @@ def finish(
     Args:
         advantages: `[trajectories, tokens]`, read inside M_adv.
         returns: `[trajectories, tokens]`, likewise.
-        credit: the trajectories.
+        inputs: the trajectories.
         values: `[trajectories, tokens]`, each token's own baseline. None gives tokens outside M_adv the advantage of
             their neighbor: for estimates without a baseline of the token's state.
     """
-    masks = {"advantage_mask": credit.advantage_mask, "turn": credit.turn}
-    targets = spread_to_loss_tokens(returns, loss_mask=credit.learned, **masks)
+    masks = {"advantage_mask": inputs.advantage_mask, "turn": inputs.turn}
+    targets = spread_to_loss_tokens(returns, loss_mask=inputs.learned, **masks)
     if values is None:
-        extended = spread_to_loss_tokens(advantages, loss_mask=credit.loss_mask, **masks)
+        extended = spread_to_loss_tokens(advantages, loss_mask=inputs.loss_mask, **masks)
     else:
-        own = torch.where(credit.advantage_mask, advantages, targets - values.float())
-        extended = torch.where(credit.loss_mask, own, 0.0)
+        own = torch.where(inputs.advantage_mask, advantages, targets - values.float())
+        extended = torch.where(inputs.loss_mask, own, 0.0)
     return Advantages(advantages=extended, returns=targets)
 
 
-def broadcast(per_trajectory: Tensor, credit: Credit) -> Advantages:
+def broadcast(per_trajectory: Tensor, inputs: AdvantageInputs) -> Advantages:
     """Give each trajectory's advantage to all its tokens."""
-    advantages = torch.where(credit.loss_mask, per_trajectory.float()[:, None], 0.0)
-    returns = torch.where(credit.learned, credit.returns.float()[:, None], 0.0)
+    advantages = torch.where(inputs.loss_mask, per_trajectory.float()[:, None], 0.0)
+    returns = torch.where(inputs.learned, inputs.returns.float()[:, None], 0.0)
     return Advantages(advantages=advantages, returns=returns)
 
 
-def broadcast_turns(per_turn: Tensor, credit: Credit) -> Advantages:
+def broadcast_turns(per_turn: Tensor, inputs: AdvantageInputs) -> Advantages:
     """Give each turn's advantage to its tokens.
 
     Args:
         per_turn: `[trajectories, turns]`.
-        credit: the trajectories.
+        inputs: the trajectories.
     """
-    result = broadcast(credit.returns, credit)
-    turn = credit.turn.clamp(min=0)
-    of_token = per_turn.gather(1, turn) if per_turn.shape[1] else torch.zeros_like(credit.rewards)
-    result.advantages = torch.where(credit.loss_mask, of_token.float(), 0.0)
+    result = broadcast(inputs.returns, inputs)
+    turn = inputs.turn.clamp(min=0)
+    of_token = per_turn.gather(1, turn) if per_turn.shape[1] else torch.zeros_like(inputs.rewards)
+    result.advantages = torch.where(inputs.loss_mask, of_token.float(), 0.0)
     return result
 
 

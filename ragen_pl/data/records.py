@@ -40,7 +40,7 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Conversation, Exchange
 from ragen_pl.prompts.parsing import label_tokens, parse_response
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, ProgramCall, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -283,8 +283,7 @@ class RecordDataModule(WarmStartDataModule):
             # that of demonstrations
             temperature=1.0,
             reward_terms={"environment": recorded.reward},
-            advances=recorded.advances,
-            trained=recorded.trained,
+            kind=ProgramCall(is_task_step=recorded.advances, trained=recorded.trained),
         )
 
     @property

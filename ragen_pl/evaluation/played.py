@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
+from ragen_pl.base import records
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean, shown
 from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, settings_text
@@ -20,7 +21,7 @@ from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.evaluation.report import POLICY
 from ragen_pl.metrics.paired import RESAMPLES
-from ragen_pl.viewing import records, validations
+from ragen_pl.viewing import validations
 from ragen_pl.viewing.run_files import find_runs
 from ragen_pl.viewing.validations import Cost, Outcome, Validation
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import (
+    AdvantageInputs,
     Advantages,
-    Credit,
     Estimator,
     carry_into_mask,
     place_turn_rewards,
@@ -102,7 +102,7 @@ def assign_credit(
         returns = returns - center
     advances = None if bool(episodes.advances.all()) else episodes.advances
     has_states = bool((episodes.state >= 0).any()) or not len(episodes.turns)
-    credit = Credit(
+    inputs = AdvantageInputs(
         rewards=rewards,
         values=layout.gather(batch.samples.values),
         advantage_mask=token_masks.advantage,
@@ -119,7 +119,7 @@ def assign_credit(
         terms=dict(zip(batch.terms, episodes.terms.unbind(1), strict=True)),
         penalty=penalty,
     )
-    estimates = _estimate(credit, estimator, bootstrapped=_bootstrapped(batch))
+    estimates = _estimate(inputs, estimator, bootstrapped=_bootstrapped(batch))
     name = class_path(estimator)
     require_finite(estimates.advantages, f"algorithm.estimator: the advantages of {name}")
     require_finite(estimates.returns, f"algorithm.estimator: the returns of {name}")
@@ -131,19 +131,19 @@ def assign_credit(
     return estimates
 
 
-def _estimate(credit: Credit, estimator: Estimator, *, bootstrapped: Tensor) -> Advantages:
-    """Apply an estimator, with every return less the episode's `credit.center`.
+def _estimate(inputs: AdvantageInputs, estimator: Estimator, *, bootstrapped: Tensor) -> Advantages:
+    """Apply an estimator, with every return less the episode's `inputs.center`.
 
     The values V' of a critic that learns such returns are those of the rewards less the center c:
     `A(r, V' + c) = A(r - c in every return, V')`, whatever the discounts are.
     """
-    center = credit.center
-    if center is None or credit.values is None or not estimator.needs_values:
-        return estimator(credit, all_reduce=sum_over_ranks)
-    credit.values = credit.values + center[:, None]
-    credit.bootstrap = credit.bootstrap + torch.where(bootstrapped, center, 0.0)
-    estimates = estimator(credit, all_reduce=sum_over_ranks)
-    estimates.returns = estimates.returns - torch.where(credit.learned, center[:, None], 0.0)
+    center = inputs.center
+    if center is None or inputs.values is None or not estimator.needs_values:
+        return estimator(inputs, all_reduce=sum_over_ranks)
+    inputs.values = inputs.values + center[:, None]
+    inputs.bootstrap = inputs.bootstrap + torch.where(bootstrapped, center, 0.0)
+    estimates = estimator(inputs, all_reduce=sum_over_ranks)
+    estimates.returns = estimates.returns - torch.where(inputs.learned, center[:, None], 0.0)
     return estimates
 
 

@@ -18,8 +18,8 @@ from typing_extensions import TypedDict
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.foreign_files import is_inside, plain_json
 from ragen_pl.base.json_text import json_text
+from ragen_pl.base.records import initial_state
 from ragen_pl.trajectory import Trajectory
-from ragen_pl.viewing.records import initial_state
 
 FOLDER = "validations"
 SCHEMA = 1
@@ -98,7 +98,7 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
 
 
 def outcome_of_record(record: Mapping[str, Any]) -> Outcome:
-    """Return how an episode of `ragen_pl.viewing.records` ended.
+    """Return how an episode of `ragen_pl.base.records` ended.
 
     Raises:
         ValueError: a value has another type.

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from ragen_pl.algorithms.advantages.adaptive import AdaptiveBilevelGAE, turn_progress
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
-from ragen_pl.algorithms.credit import Credit
+from ragen_pl.algorithms.credit import AdvantageInputs
 
 
-def credit(seed: int = 0, rows: int = 4, turns: int = 5) -> Credit:
+def credit(seed: int = 0, rows: int = 4, turns: int = 5) -> AdvantageInputs:
     """Turns of three tokens, some tokens without credit, random values and turn rewards."""
     draw = torch.Generator().manual_seed(seed)
     turn = torch.arange(turns).repeat_interleave(3).repeat(rows, 1)
@@ -19,7 +19,7 @@ def credit(seed: int = 0, rows: int = 4, turns: int = 5) -> Credit:
     values = torch.randn(rows, 3 * turns, generator=draw)
     rewards = torch.zeros_like(values)
     rewards[:, 1::3] = torch.randn(rows, turns, generator=draw) * mask[:, 1::3]
-    return Credit(
+    return AdvantageInputs(
         rewards=rewards, values=values, advantage_mask=mask, loss_mask=turn >= 0, turn=turn,
         group=torch.arange(rows), bootstrap=torch.randn(rows, generator=draw),
         returns=rewards.sum(1),
@@ -43,7 +43,7 @@ def test_adaptive_gae_by_hand_on_three_turns() -> None:
     # one token a turn, V = 0.5 0.75 0.25, r = 0 0.5 1; window 1, feedback 1:
     # progress = 0, 0.25 + 0, -0.5 + 0.5 → gamma = 0.9, 0.9 + 0.2 * 0.25 = 0.95, 0.9
     everywhere = torch.ones(1, 3, dtype=torch.bool)
-    given = Credit(
+    given = AdvantageInputs(
         rewards=torch.tensor([[0.0, 0.5, 1.0]]), values=torch.tensor([[0.5, 0.75, 0.25]]),
         advantage_mask=everywhere, loss_mask=everywhere, turn=torch.tensor([[0, 1, 2]]),
         group=torch.zeros(1, dtype=torch.int64), bootstrap=torch.tensor([2.0]),
@@ -81,7 +81,7 @@ def test_discount_does_not_depend_on_later_turns() -> None:
 def test_discounts_rise_after_success_and_stay_inside_their_bounds() -> None:
     values = torch.tensor([[0.0, 1.0, 0.0, 50.0]])
     everywhere = torch.ones_like(values, dtype=torch.bool)
-    given = Credit(
+    given = AdvantageInputs(
         rewards=torch.zeros_like(values), values=values, advantage_mask=everywhere, loss_mask=everywhere,
         turn=torch.tensor([[0, 1, 2, 3]]), group=torch.zeros(1, dtype=torch.int64),
         bootstrap=torch.zeros(1), returns=torch.zeros(1),

@@ -20,7 +20,7 @@ from ragen_pl.algorithms.advantages.group import (
     rloo,
 )
 from ragen_pl.algorithms.advantages.reinforce import batch, discounted_returns, raw
-from ragen_pl.algorithms.credit import Credit
+from ragen_pl.algorithms.credit import AdvantageInputs
 from ragen_pl.algorithms.group_filter import AboveDeviation, KeepAll, TopCount, TopFraction, TopMass
 from ragen_pl.algorithms.whitening import masked_moments, whiten
 
@@ -73,11 +73,11 @@ def test_group_baselines_do_not_depend_on_the_order_of_members(pairs, random) ->
             assert whole[group == index].sum().item() == pytest.approx(0.0, abs=1e-3)
 
 
-def of_one_token(returns: list[float], **changes) -> Credit:
+def of_one_token(returns: list[float], **changes) -> AdvantageInputs:
     """Episodes of one group with one token each."""
     rows = len(returns)
     everywhere = torch.ones(rows, 1, dtype=torch.bool)
-    return Credit(
+    return AdvantageInputs(
         rewards=torch.tensor(returns)[:, None], values=None, advantage_mask=everywhere, loss_mask=everywhere,
         turn=torch.zeros(rows, 1, dtype=torch.int64), group=torch.zeros(rows, dtype=torch.int64),
         bootstrap=torch.zeros(rows), returns=torch.tensor(returns), **changes,

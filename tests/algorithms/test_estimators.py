@@ -10,7 +10,7 @@ from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
 from ragen_pl.algorithms.advantages.reinforce import BatchRelative, RawReturn, ReinforcePlusPlus
 from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.advantages.turn_baseline import TurnLeaveOneOut
-from ragen_pl.algorithms.credit import Credit, spread_to_loss_tokens
+from ragen_pl.algorithms.credit import AdvantageInputs, spread_to_loss_tokens
 
 ALL = [
     MaskedGAE(gamma=0.9, lam=0.8),
@@ -26,7 +26,7 @@ ALL = [
 ]
 
 
-def credit(**changes: Tensor | None) -> Credit:
+def credit(**changes: Tensor | None) -> AdvantageInputs:
     """Two trajectories: thought, action and end in two turns; the second row has one turn."""
     turn = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, -1, -1, -1]])
     action = torch.tensor([[0, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0]]).bool()
@@ -40,7 +40,7 @@ def credit(**changes: Tensor | None) -> Credit:
         "bootstrap": torch.zeros(2),
         "returns": torch.tensor([3.0, -1.0]),
     }
-    return Credit(**(parts | changes))
+    return AdvantageInputs(**(parts | changes))
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=repr)
@@ -102,7 +102,7 @@ def test_bilevel_gae_by_hand_with_four_different_parameters() -> None:
     0.8 - 1 = -0.2, and the trace decays by 0.8 * 0.5 = 0.4 a token.
     """
     everywhere = torch.ones(1, 4)
-    given = Credit(
+    given = AdvantageInputs(
         rewards=torch.tensor([[0, 0, 0, 3.0]]),
         values=torch.ones(1, 4),
         advantage_mask=everywhere,

@@ -21,7 +21,7 @@ from ragen_pl.algorithms import masks
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.advantages.gagpo import GroupGAE
 from ragen_pl.algorithms.advantages.turn import TurnGAE
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, place_turn_rewards
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, place_turn_rewards
 from ragen_pl.config import config_dir
 from ragen_pl.trajectory import Span
 
@@ -152,10 +152,10 @@ class Enumerated:
             rest[:, turn] = self.rewards[:, turn] + gamma * following
         return self.gradient(rest.gather(1, self.turn.clamp(min=0)))
 
-    def credit(self, mask: Callable[..., Tensor], values: Tensor | None = None) -> Credit:
+    def credit(self, mask: Callable[..., Tensor], values: Tensor | None = None) -> AdvantageInputs:
         """Return the batch with M_adv and the values of the histories."""
         kept = masks.filled(mask(self.labels, self.turn), self.labels, self.turn)
-        return Credit(
+        return AdvantageInputs(
             rewards=place_turn_rewards(self.rewards, self.turn, kept),
             values=None if values is None else values.float()[self.history],
             advantage_mask=kept,
@@ -186,12 +186,12 @@ class Enumerated:
         """Return the expected gradient of a member with all groups of this size."""
         rows = torch.cartesian_prod(*[torch.arange(len(self.turn))] * members)
         given = self.credit(masks.sampled)
-        parts = {field.name: getattr(given, field.name) for field in fields(Credit)}
+        parts = {field.name: getattr(given, field.name) for field in fields(AdvantageInputs)}
         parts = {
             name: None if part is None else part[rows.flatten()] for name, part in parts.items()
         }
         parts["group"] = torch.arange(len(rows)).repeat_interleave(members)
-        advantages = estimator(Credit(**parts)).advantages.double()
+        advantages = estimator(AdvantageInputs(**parts)).advantages.double()
         first = advantages.reshape(*rows.shape, -1)[:, 0]
         weighted = first * self.chance[rows[:, 1:]].prod(1)[:, None]
         mean = torch.zeros_like(first[: len(self.turn)]).index_add_(0, rows[:, 0], weighted)

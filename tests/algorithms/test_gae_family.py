@@ -13,7 +13,7 @@ from ragen_pl.algorithms.advantages.bilevel import bilevel_gae
 from ragen_pl.algorithms.advantages.gae import MaskedGAE, masked_gae
 from ragen_pl.algorithms.advantages.gated import GatedGAE, explained_variance
 from ragen_pl.algorithms.advantages.turn import turn_gae
-from ragen_pl.algorithms.credit import Credit
+from ragen_pl.algorithms.credit import AdvantageInputs
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
 
@@ -234,7 +234,7 @@ def test_turn_ends_follow_turn_indices() -> None:
     assert turn_ends(turn).nonzero().tolist() == [[0, 3], [0, 4], [0, 6], [1, 7]]
 
 
-def gated(values: Tensor, rewards: Tensor, rows: slice = slice(None)) -> Credit:
+def gated(values: Tensor, rewards: Tensor, rows: slice = slice(None)) -> AdvantageInputs:
     """Episodes of three tokens, the second of which is outside of M_adv; the last episode is cut."""
     mask = torch.tensor([True, False, True]).expand(len(values), 3)
     rewards = torch.where(mask, rewards, 0.0)
@@ -243,7 +243,7 @@ def gated(values: Tensor, rewards: Tensor, rows: slice = slice(None)) -> Credit:
         "turn": torch.zeros(mask.shape, dtype=torch.int64), "group": torch.arange(len(values)),
         "bootstrap": torch.tensor([0.0] * (len(values) - 1) + [2.0]), "returns": rewards.sum(1),
     }  # fmt: skip
-    return Credit(**{name: part[rows] for name, part in parts.items()})
+    return AdvantageInputs(**{name: part[rows] for name, part in parts.items()})
 
 
 def test_gate_uses_the_critic_where_it_explains_returns() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_pl.algorithms.advantages.graphgpo import GraphRelative, goal_distances, graphgpo
-from ragen_pl.algorithms.credit import Credit
+from ragen_pl.algorithms.credit import AdvantageInputs
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 
@@ -94,8 +94,8 @@ def test_groups_without_a_solved_episode_have_the_advantage_of_the_episode_alone
     turn = torch.tensor([[0, 1], [0, 1]])
     mask = torch.ones(2, 2, dtype=torch.bool)
 
-    def credit(success: list[int], final: list[int]) -> Credit:
-        return Credit(
+    def credit(success: list[int], final: list[int]) -> AdvantageInputs:
+        return AdvantageInputs(
             rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), values=None, advantage_mask=mask, loss_mask=mask, turn=turn,
             group=torch.tensor([0, 0]), bootstrap=torch.zeros(2), returns=torch.tensor([1.0, 0.0]),
             state=torch.tensor([[5, 6], [5, 7]]), final_state=torch.tensor(final),

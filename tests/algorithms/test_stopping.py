@@ -27,7 +27,7 @@ from ragen_pl.algorithms.advantages.turn_baseline import (
     TurnLeaveOneOut,
     turn_leave_one_out,
 )
-from ragen_pl.algorithms.credit import Credit, Estimator
+from ragen_pl.algorithms.credit import AdvantageInputs, Estimator
 from ragen_pl.config import config_dir
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
@@ -111,7 +111,7 @@ class Groups:
             went_on = self.turns > turn + 1
             self.score[:, turn] = torch.where(went_on, 1 - c, -c) * on[:, turn]
         values = torch.tensor(process.values(gamma))[:most].expand(len(rewards), most)
-        self.credit = Credit(
+        self.credit = AdvantageInputs(
             rewards=self.rewards,
             values=torch.where(on, values, 0.0).float(),
             advantage_mask=on,
@@ -133,13 +133,13 @@ class Groups:
         rows = torch.arange(len(self.turns)).split(200 * self.members)
         return torch.cat([estimator(self.rows(some)).advantages for some in rows])
 
-    def repeated(self, times: Tensor) -> Credit:
+    def repeated(self, times: Tensor) -> AdvantageInputs:
         """Return a batch with each episode this often."""
         return self.rows(torch.arange(len(times)).repeat_interleave(times))
 
-    def rows(self, rows: Tensor) -> Credit:
-        parts = {field.name: getattr(self.credit, field.name) for field in fields(Credit)}
-        return Credit(
+    def rows(self, rows: Tensor) -> AdvantageInputs:
+        parts = {field.name: getattr(self.credit, field.name) for field in fields(AdvantageInputs)}
+        return AdvantageInputs(
             **{name: None if part is None else part[rows] for name, part in parts.items()}
         )
 

@@ -10,16 +10,16 @@ import torch
 
 from ragen_pl.algorithms.advantages.teacher_ratio import TeacherRatio
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
-from ragen_pl.algorithms.credit import Credit
+from ragen_pl.algorithms.credit import AdvantageInputs
 from ragen_pl.algorithms.policy_loss import clipped_surrogate
 from ragen_pl.modules.losses import ReferenceKL
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 
 
-def credit_of(penalty: torch.Tensor | None, mask: torch.Tensor) -> Credit:
+def credit_of(penalty: torch.Tensor | None, mask: torch.Tensor) -> AdvantageInputs:
     rows, zeros = len(mask), torch.zeros(mask.shape)
-    return Credit(
+    return AdvantageInputs(
         rewards=zeros, values=None, advantage_mask=mask, loss_mask=mask, turn=torch.zeros_like(mask, dtype=torch.int64),
         group=torch.arange(rows), bootstrap=torch.zeros(rows), returns=torch.zeros(rows), penalty=penalty,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
-from ragen_pl.algorithms.credit import Credit
+from ragen_pl.algorithms.credit import AdvantageInputs
 from ragen_pl.algorithms.scan import next_on_mask
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
 from ragen_pl.base.checked import checked
@@ -97,12 +97,12 @@ class AdaptiveBilevelGAE(BilevelGAE):
                 "between them; widen low and high"
             )
 
-    def discounts(self, credit: Credit) -> Tensor:
+    def discounts(self, inputs: AdvantageInputs) -> Tensor:
         """Return gamma_k at the turn ends, float64 `[trajectories, tokens]`; gamma_turn elsewhere."""
         progress = turn_progress(
-            credit.rewards,
-            self.turn_values(credit),
-            torch.where(credit.advantage_mask & credit.advancing, credit.turn, -1),
+            inputs.rewards,
+            self.turn_values(inputs),
+            torch.where(inputs.advantage_mask & inputs.advancing, inputs.turn, -1),
             window=self.window,
             feedback=self.feedback,
         )

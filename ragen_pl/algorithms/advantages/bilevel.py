@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gae import masked_gae
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, finish
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, finish
 from ragen_pl.algorithms.scan import next_on_mask, reverse_scan
 from ragen_pl.algorithms.turns import sum_at_turn_end, turn_ends
 from ragen_pl.algorithms.whitening import AllReduce
@@ -39,7 +39,7 @@ def bilevel_gae(
 
     As published, U_k is V at the turn's last token. That value is read where the turn is nearly over, and which
     token ends it is the policy's choice, so with `lam_turn < 1` the bootstrap depends on the action. With U_k the value
-    before the turn's first token the estimate has no such bias (`Credit.turn_values`).
+    before the turn's first token the estimate has no such bias (`AdvantageInputs.turn_values`).
 
     RAGEN's code is the published form with `gamma_token = gamma` and `lam_turn = lam_token = lam`.
 
@@ -115,27 +115,29 @@ class BilevelGAE(Estimator):
     lam_token: Fraction = 1.0
     published: bool = False
 
-    def turn_values(self, credit: Credit) -> Tensor:
+    def turn_values(self, inputs: AdvantageInputs) -> Tensor:
         """Return the value of each token's turn, `[trajectories, tokens]`, read at turn ends."""
-        values = credit.need_values(self)
-        return values if self.published else credit.turn_values(values)
+        values = inputs.need_values(self)
+        return values if self.published else inputs.turn_values(values)
 
-    def discounts(self, credit: Credit) -> float | Tensor:
+    def discounts(self, inputs: AdvantageInputs) -> float | Tensor:
         """Return gamma_turn, or one for each turn at its end, `[trajectories, tokens]`."""
         return self.gamma_turn
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `bilevel_gae` to the tokens of M_adv."""
-        values = credit.need_values(self)
+        values = inputs.need_values(self)
         pair = bilevel_gae(
-            credit.rewards,
+            inputs.rewards,
             values,
-            torch.where(credit.advantage_mask, credit.turn, -1),
-            gamma_turn=credit.at_tokens(self.discounts(credit)),
-            lam_turn=credit.at_tokens(self.lam_turn),
+            torch.where(inputs.advantage_mask, inputs.turn, -1),
+            gamma_turn=inputs.at_tokens(self.discounts(inputs)),
+            lam_turn=inputs.at_tokens(self.lam_turn),
             gamma_token=self.gamma_token,
             lam_token=self.lam_token,
-            bootstrap=credit.bootstrap,
-            turn_values=None if self.published else self.turn_values(credit),
+            bootstrap=inputs.bootstrap,
+            turn_values=None if self.published else self.turn_values(inputs),
         )
-        return finish(*pair, credit, values=None if self.published else values)
+        return finish(*pair, inputs, values=None if self.published else values)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, finish
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, finish
 from ragen_pl.algorithms.scan import next_on_mask, reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import checked
@@ -72,9 +72,11 @@ class MaskedGAE(Estimator):
     gamma: Fraction = 1.0
     lam: Fraction = 1.0
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `masked_gae` to the tokens of M_adv."""
-        mask, values = credit.advantage_mask, credit.need_values(self)
+        mask, values = inputs.advantage_mask, inputs.need_values(self)
         parameters = {"gamma": self.gamma, "lam": self.lam}
-        pair = masked_gae(credit.rewards, values, mask, bootstrap=credit.bootstrap, **parameters)
-        return finish(*pair, credit, values=values)
+        pair = masked_gae(inputs.rewards, values, mask, bootstrap=inputs.bootstrap, **parameters)
+        return finish(*pair, inputs, values=values)

@@ -14,7 +14,7 @@ from ragen_pl.algorithms.advantages.gigpo import (
     mean_of_others,
     step_returns,
 )
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast_turns
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, broadcast_turns
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import checked
@@ -119,14 +119,16 @@ class GroupGAE(Estimator):
     gamma: Fraction = 0.95
     lam: Fraction = 0.95
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `group_gae` to the rewards of the turns."""
-        state = credit.need_states(self)
+        state = inputs.need_states(self)
         settings = {
-            name: credit.at_turns(value, turns=state.shape[1])
+            name: inputs.at_turns(value, turns=state.shape[1])
             for name, value in (("gamma", self.gamma), ("lam", self.lam))
         }
         of_turn = group_gae(
-            credit.turn_rewards(state.shape[1]), state, credit.group, credit.turns, **settings
+            inputs.turn_rewards(state.shape[1]), state, inputs.group, inputs.turns, **settings
         )
-        return broadcast_turns(of_turn, credit)
+        return broadcast_turns(of_turn, inputs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gae import MaskedGAE, masked_gae
-from ragen_pl.algorithms.credit import Advantages, Credit, finish
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, finish
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
 from ragen_pl.base.checked import checked
 
@@ -56,22 +56,24 @@ class GatedGAE(MaskedGAE):
 
     threshold: float = 0.0
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `masked_gae` to the tokens of M_adv, and choose."""
-        estimates = super().__call__(credit, all_reduce=all_reduce)
-        mask, values = credit.advantage_mask, credit.need_values(self)
+        estimates = super().__call__(inputs, all_reduce=all_reduce)
+        mask, values = inputs.advantage_mask, inputs.need_values(self)
         returns, _ = masked_gae(
-            credit.rewards,
+            inputs.rewards,
             torch.zeros_like(values),
             mask,
             gamma=self.gamma,
             lam=1.0,
-            bootstrap=credit.bootstrap,
+            bootstrap=inputs.bootstrap,
         )
         explained = explained_variance(returns, values, mask, all_reduce=all_reduce)
         mean, spread = masked_moments(returns, mask, all_reduce=all_reduce)
         if float(explained) > self.threshold:
             return estimates
         centered = torch.where(mask & (spread > 0), returns - mean, 0.0)
-        estimates.advantages = finish(centered, returns, credit).advantages
+        estimates.advantages = finish(centered, returns, inputs).advantages
         return estimates

@@ -13,8 +13,8 @@ from torch import Tensor
 from ragen_pl.algorithms.advantages.group import grpo
 from ragen_pl.algorithms.advantages.reinforce import batch
 from ragen_pl.algorithms.credit import (
+    AdvantageInputs,
     Advantages,
-    Credit,
     Estimator,
     StandardizationScope,
     broadcast,
@@ -144,35 +144,40 @@ class Decoupled(Estimator):
         """The group, by the deviation of each term."""
         return "group"
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `gdpo` to the terms.
 
         Raises:
             ValueError: no episode has a term, and it is not in `OF_SOME_TURNS`.
         """
         present = [
-            [term for other, term in (credit.terms or {}).items() if _covers(name, other)]
+            [term for other, term in (inputs.terms or {}).items() if _covers(name, other)]
             for name in self.weights
         ]
-        self._check_present(present, credit, all_reduce)
-        zero = torch.zeros_like(credit.returns, dtype=torch.float64)
+        self._check_present(present, inputs, all_reduce)
+        zero = torch.zeros_like(inputs.returns, dtype=torch.float64)
         sums = torch.stack([sum(own, start=zero) for own in present])
         advantages = gdpo(
             sums,
             [*self.weights.values()],
-            credit.group,
+            inputs.group,
             final=self.final,
-            tokens=credit.loss_mask.sum(1),
+            tokens=inputs.loss_mask.sum(1),
             all_reduce=all_reduce,
         )
-        return broadcast(advantages, credit)
+        return broadcast(advantages, inputs)
 
     def _check_present(
-        self, present: Sequence[Sequence[Tensor]], credit: Credit, all_reduce: AllReduce | None
+        self,
+        present: Sequence[Sequence[Tensor]],
+        inputs: AdvantageInputs,
+        all_reduce: AllReduce | None,
     ) -> None:
         """Check that some episode has each term, but for those of few turns."""
         counts = torch.tensor(
-            [*map(len, present)], dtype=torch.float32, device=credit.returns.device
+            [*map(len, present)], dtype=torch.float32, device=inputs.returns.device
         )
         counts = counts if all_reduce is None else all_reduce(counts)
         has = dict(zip(self.weights, counts.tolist(), strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, grpo, rloo
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast_turns
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, broadcast_turns
 from ragen_pl.algorithms.equality import agree
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
@@ -222,18 +222,20 @@ class GroupInGroup(Estimator):
                 "of all visits; set step_baseline=all, or scale_steps=false"
             )
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `gigpo` to the returns and to the rewards of the turns."""
-        state = credit.need_states(self)
+        state = inputs.need_states(self)
         of_turn = gigpo(
-            credit.returns,
-            credit.group,
-            credit.turn_rewards(state.shape[1]),
+            inputs.returns,
+            inputs.group,
+            inputs.turn_rewards(state.shape[1]),
             state,
-            gamma=credit.at_turns(self.gamma, turns=state.shape[1]),
+            gamma=inputs.at_turns(self.gamma, turns=state.shape[1]),
             step_weight=self.step_weight,
             scale_by_std=self.scale_by_std,
             step_baseline=self.step_baseline,
             scale_steps=self.scale_steps,
         )
-        return broadcast_turns(of_turn, credit)
+        return broadcast_turns(of_turn, inputs)

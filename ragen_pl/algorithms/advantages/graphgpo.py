@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gigpo import anchor_groups
 from ragen_pl.algorithms.advantages.group import dr_grpo, grpo
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast_turns
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, broadcast_turns
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Fraction, NonNegative
@@ -141,24 +141,26 @@ class GraphRelative(Estimator):
     step_weight: NonNegative = 1.0
     scale_by_std: bool = True
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `graphgpo` to the returns and the states.
 
         Raises:
             ValueError: the environment says of no episode whether the task was solved.
         """
-        state, success = credit.need_states(self), credit.need_success(self)
-        final = torch.full_like(credit.group, -1)
-        if credit.final_state is not None:
-            final = credit.final_state
-        distance = goal_distances(state, final, success, credit.group, credit.turns)
+        state, success = inputs.need_states(self), inputs.need_success(self)
+        final = torch.full_like(inputs.group, -1)
+        if inputs.final_state is not None:
+            final = inputs.final_state
+        distance = goal_distances(state, final, success, inputs.group, inputs.turns)
         of_turn = graphgpo(
-            credit.returns,
+            inputs.returns,
             distance,
             state,
-            credit.group,
+            inputs.group,
             omega=self.omega,
             step_weight=self.step_weight,
             scale_by_std=self.scale_by_std,
         )
-        return broadcast_turns(of_turn, credit)
+        return broadcast_turns(of_turn, inputs)

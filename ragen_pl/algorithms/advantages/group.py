@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import (
+    AdvantageInputs,
     Advantages,
-    Credit,
     Estimator,
     StandardizationScope,
     broadcast,
@@ -147,10 +147,12 @@ class GroupRelative(Estimator):
         """The group, where its deviation divides."""
         return "group" if self.scale_by_std else None
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `grpo` or `dr_grpo` to the returns."""
         relative = grpo if self.scale_by_std else dr_grpo
-        return broadcast(relative(credit.returns, credit.group), credit)
+        return broadcast(relative(inputs.returns, inputs.group), inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +163,11 @@ class LeaveOneOut(Estimator):
 
     needs_groups: ClassVar[bool] = True
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `rloo` to the returns."""
-        return broadcast(rloo(credit.returns, credit.group), credit)
+        return broadcast(rloo(inputs.returns, inputs.group), inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +179,12 @@ class SuccessRelative(Estimator):
     needs_groups: ClassVar[bool] = True
     reads_returns: ClassVar[bool] = False
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `maxrl` to the successes.
 
         Raises:
             ValueError: the environment says of no episode whether the task was solved.
         """
-        return broadcast(maxrl(credit.need_success(self), credit.group), credit)
+        return broadcast(maxrl(inputs.need_success(self), inputs.group), inputs)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import (
+    AdvantageInputs,
     Advantages,
-    Credit,
     Estimator,
     StandardizationScope,
     broadcast,
@@ -124,16 +124,18 @@ class ReinforcePlusPlus(Estimator):
         """The batch, whose mean is subtracted at each token."""
         return "batch"
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `reinforce_plus_plus` to the tokens of M_adv."""
         pair = reinforce_plus_plus(
-            credit.rewards,
-            credit.advantage_mask,
+            inputs.rewards,
+            inputs.advantage_mask,
             gamma=self.gamma,
-            center=credit.center,
+            center=inputs.center,
             all_reduce=all_reduce,
         )
-        return finish(*pair, credit)
+        return finish(*pair, inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +144,11 @@ class RawReturn(Estimator):
 
     needs_trust = ()
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `raw` to the returns."""
-        return broadcast(raw(credit.returns), credit)
+        return broadcast(raw(inputs.returns), inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +162,8 @@ class BatchRelative(Estimator):
         """The batch."""
         return "batch"
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `batch` to the returns."""
-        return broadcast(batch(credit.returns, all_reduce=all_reduce), credit)
+        return broadcast(batch(inputs.returns, all_reduce=all_reduce), inputs)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Fraction
@@ -71,15 +71,17 @@ class TeacherRatio(Estimator):
             )
         super().check_run(replace(facts, rewards_penalized=False))
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `discounted` to the penalties on the tokens of M_loss.
 
         Raises:
-            ValueError: `credit` has no penalty.
+            ValueError: `inputs` has no penalty.
         """
-        if credit.penalty is None:
+        if inputs.penalty is None:
             raise ValueError(
                 "TeacherRatio: found no KL penalty; set algorithm.loss.kl.place=reward and estimator=k1"
             )
-        sums = discounted(-credit.penalty, credit.loss_mask, discount=self.discount)
+        sums = discounted(-inputs.penalty, inputs.loss_mask, discount=self.discount)
         return Advantages(advantages=sums, returns=torch.zeros_like(sums))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gae import masked_gae
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, finish
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, finish
 from ragen_pl.algorithms.scan import index_from
 from ragen_pl.algorithms.turns import (
     at_turn_end,
@@ -96,13 +96,15 @@ class TurnGAE(Estimator):
     lam: Fraction = 1.0
     value_at: ValueAt = ValueAt.FIRST_TOKEN
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `turn_gae` to the tokens of M_adv, with the values of their turns."""
-        turn, values = torch.where(credit.advantage_mask, credit.turn, -1), credit.need_values(self)
+        turn, values = torch.where(inputs.advantage_mask, inputs.turn, -1), inputs.need_values(self)
         if self.value_at is ValueAt.FIRST_TOKEN:
-            turn_values = credit.turn_values(values)
+            turn_values = inputs.turn_values(values)
         else:
             turn_values = at_turn_end(values.float(), turn=turn)
-        parameters = {"gamma": credit.at_tokens(self.gamma), "lam": credit.at_tokens(self.lam)}
-        pair = turn_gae(credit.rewards, turn_values, turn, bootstrap=credit.bootstrap, **parameters)
-        return finish(*pair, credit)
+        parameters = {"gamma": inputs.at_tokens(self.gamma), "lam": inputs.at_tokens(self.lam)}
+        pair = turn_gae(inputs.rewards, turn_values, turn, bootstrap=inputs.bootstrap, **parameters)
+        return finish(*pair, inputs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.gigpo import relative_to_others, step_returns
-from ragen_pl.algorithms.credit import Advantages, Credit, Estimator, broadcast_turns
+from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, broadcast_turns
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Fraction
@@ -80,14 +80,16 @@ class TurnLeaveOneOut(Estimator):
     gamma: Fraction = 1.0
     absent: Absent = Absent.LEFT_OUT
 
-    def __call__(self, credit: Credit, *, all_reduce: AllReduce | None = None) -> Advantages:
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
         """Apply `turn_leave_one_out` to the rewards of the turns."""
-        turns = credit.turns
+        turns = inputs.turns
         longest = int(turns.max()) if len(turns) else 0
-        gamma = credit.at_turns(self.gamma, turns=longest)
-        from_here = step_returns(credit.turn_rewards(longest), gamma=gamma)
-        if credit.center is not None:
-            from_here = from_here - credit.center[:, None]
+        gamma = inputs.at_turns(self.gamma, turns=longest)
+        from_here = step_returns(inputs.turn_rewards(longest), gamma=gamma)
+        if inputs.center is not None:
+            from_here = from_here - inputs.center[:, None]
         return broadcast_turns(
-            turn_leave_one_out(from_here, turns, credit.group, absent=self.absent), credit
+            turn_leave_one_out(from_here, turns, inputs.group, absent=self.absent), inputs
         )
