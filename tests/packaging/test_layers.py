@@ -153,6 +153,7 @@ def test_algorithms_import_nothing_but_torch():
     allowed = {
         "__future__",
         "annotated_types",
+        "bisect",
         "collections",
         "dataclasses",
         "enum",
