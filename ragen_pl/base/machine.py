@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import json
@@ -109,7 +110,21 @@ def collection_paused() -> Iterator[None]:
     finally:
         if is_first:
             gc.freeze()
+            # nanobind reports what is not collected at the end as leaked
+            atexit.register(gc.unfreeze)
         gc.enable()
+
+
+def end_without_collection() -> None:
+    """Leave out the search for garbage at the end of the process; to be registered with `atexit` before all others.
+
+    It takes seconds where torch and Lightning are imported. Triton is made with nanobind, which would report each of
+    triton's objects on stderr as leaked; nothing is written there any more.
+    """
+    gc.freeze()
+    if "triton" in sys.modules and sys.__stderr__ is not None:
+        sys.__stderr__.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno())
 
 
 def print_stacks() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import functools
-import gc
 import logging
 import os
 import sys
@@ -25,6 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from ragen_pl.base.constraints import did_you_mean
+from ragen_pl.base.machine import end_without_collection
 from ragen_pl.config.check import check_config, leaves
 from ragen_pl.config.composition import compose_accepted, compose_overrides
 from ragen_pl.config.ending import or_exit
@@ -60,8 +60,7 @@ def hydra_main(
     def decorate(task: Task) -> Callable[[], None]:
         @functools.wraps(task)
         def main() -> None:
-            # the end of the process would look for garbage among all that was imported
-            atexit.register(gc.freeze)
+            atexit.register(end_without_collection)
             _import_from_here()
             sys.argv[1:] = options_first(sys.argv[1:])
             args = or_exit(lambda: parsed(sys.argv[1:], config_name=config_name))

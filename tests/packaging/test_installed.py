@@ -155,3 +155,22 @@ def test_imports_are_not_collected(installed, tmp_path):
     )
     done = call(installed / "python", "-c", code, cwd=tmp_path)
     assert done.stdout == "True True\n", done.stderr
+
+
+@pytest.mark.parametrize("kind", ["command", "from Python"])
+def test_a_process_that_has_imported_triton_ends_without_a_report_of_leaks(kind):
+    """Lightning imports it. nanobind, with which it is made, would write thirty lines after a command's last one."""
+    pytest.importorskip("triton")
+    code = (
+        "import atexit, sys\n"
+        "from ragen_pl.base.machine import collection_paused, end_without_collection\n"
+        f"if {kind == 'command'}:\n"
+        "    atexit.register(end_without_collection)\n"
+        "with collection_paused():\n"
+        "    import triton._C.libtriton, torch\n"
+        "print('last line', file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "last line\n"
