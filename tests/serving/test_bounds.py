@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.servers.endpoint_clients import HELLO, owned, post
 
+from ragen_pl.agent_programs.results import read_result
 from ragen_pl.agent_programs.serving.chat_request import read_json, read_request
 from ragen_pl.agent_programs.serving.errors import RequestError
 from ragen_pl.agent_programs.serving.images import ImageReader
 from ragen_pl.agent_programs.serving.responses_api import read_responses_request
+from ragen_pl.agent_programs.serving.rewards import ResponseRewards
 from ragen_pl.agent_programs.serving.strict_json import has_more_values
 
 MIB = 1024 * 1024
@@ -155,6 +157,18 @@ def test_an_answer_does_not_repeat_a_large_request():
     ) as refused:
         read_request(body, ImageReader())
     assert len(str(refused.value)) < 2100
+
+
+def test_a_result_with_a_name_given_twice_among_many_is_refused_at_once():
+    names = ",".join(f'"name{number}": 1' for number in range(90_000))
+    text = f'{{"reward": 1, "info": {{{names}, "name89999": 2}}}}'
+
+    def read() -> None:
+        with pytest.raises(ValueError, match="'name89999' is given twice"):
+            read_result(text, posted=ResponseRewards(), call_ids=[])
+
+    # with a count of each name it took more than a minute
+    assert processor_s(read) < 2.0
 
 
 def test_items_of_the_responses_api_are_bounded():
