@@ -90,8 +90,8 @@ def _check_fields(generation: Generation) -> None:
         generation.hit_length_limit,
         generation.version,
     )
-    is_number = isinstance(entropy, int | float | np.integer | np.floating)
-    if entropy is not None and (not is_number or isinstance(entropy, bool)):
+    is_number = isinstance(entropy, float | np.floating) or _is_whole(entropy)
+    if entropy is not None and not is_number:
         raise MalformedGeneration(f"entropy={shortened(entropy)}, expected a number or None")
     if not isinstance(at_limit, bool | np.bool_):
         raise MalformedGeneration(f"hit_length_limit={shortened(at_limit)}, expected true or false")
@@ -124,13 +124,15 @@ def _check_array(
     value: object, name: str, kind: type, expected: str, *, length: int | None = None
 ) -> int:
     """Return the length of a field that has to be a vector of a kind of number."""
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise MalformedGeneration(
             f"{name}={shortened(value)} ({type(value).__name__}), expected an array {expected}"
         )
     if value.ndim != 1:
         raise MalformedGeneration(f"{name} of shape {list(value.shape)}, expected {expected}")
-    if not np.issubdtype(value.dtype, kind):
+    # others change the type of a batch, or torch can't read them
+    fits = np.can_cast(value.dtype, np.int64 if kind is np.integer else np.float64)
+    if not (fits and value.dtype.isnative and np.issubdtype(value.dtype, kind)):
         raise MalformedGeneration(f"{name} of type {value.dtype}, expected {expected}")
     if length is not None and len(value) != length:
         raise MalformedGeneration(f"{name} of length {len(value)}, expected {length}")
@@ -138,7 +140,8 @@ def _check_array(
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_whole and -(2**63) <= int(value) < 2**63
 
 
 @dataclass(frozen=True, slots=True, eq=False)
