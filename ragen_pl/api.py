@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from ragen_pl.base.machine import collection_paused
+from ragen_pl.base.machine import collection_paused, rarer_collections
 from ragen_pl.base.stop_signals import stopped_by_signals
 from ragen_pl.checkpoints.folder import is_launched
 from ragen_pl.config.composition import composed
@@ -73,6 +73,7 @@ def train_config(cfg: DictConfig) -> TrainedRun:
     devices, nodes = cfg.trainer.devices, cfg.trainer.num_nodes
     with (
         stopped_by_signals(),
+        rarer_collections(),
         ranks_end_together(devices=devices if isinstance(devices, int) else 1, nodes=nodes),
     ):
         check_run(cfg)

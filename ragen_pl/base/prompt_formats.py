@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Literal
 
 from ragen_pl.trajectory import Span
@@ -75,7 +76,7 @@ class PromptFormat(StrEnum):
         """Blocks inside the think block, in order; empty where its text is free."""
         return _SECTIONS[self] or ()
 
-    @property
+    @cached_property
     def statements(self) -> tuple[str, ...]:
         """Sections that state something about the environment."""
         return tuple(name for name in self.sections if BLOCKS[name].state is not None)

@@ -318,6 +318,7 @@ class ContextManager(ContextRules):
     ) -> tuple[np.ndarray, list[int], np.ndarray | None]:
         """Return the ids of turns one after the other, the position at which each turn starts, and the last roles.
 
+        The positions are left out where `leave_out` needs none.
         A turn is encoded together with the template's text before it, because a token may reach over the border.
         """
         parts: list[np.ndarray] = []
@@ -326,7 +327,7 @@ class ContextManager(ContextRules):
         calls: Sequence[Message] = ()
         for exchange in shown:
             first = not parts
-            if isinstance(conversation.native, NativeFormat) and calls:
+            if calls and isinstance(conversation.native, NativeFormat):
                 end = int(parts[-1][-1])
                 texts = self._results(conversation.native, exchange, calls, end=end, expand=expand)
                 role, marks = Role.RESULT, True
@@ -338,8 +339,10 @@ class ContextManager(ContextRules):
                 ids = self._encoder.encode_parts(texts, continues=not first, marks=marks)
                 if expand:
                     ids = self._with_patches(ids, exchange)
-                previous = self._encoder.encode(before, continues=not first)
-                starts.append(length + common_length(previous, ids))
+                # for what may be left out
+                if self.leave_out:
+                    previous = self._encoder.encode(before, continues=not first)
+                    starts.append(length + common_length(previous, ids))
             if self.records_roles and expand and exchange is shown[-1]:
                 own = self._encoder.own_text(texts, continues=not first, marks=marks)
                 roles = np.where(own[-len(ids) :], role, Role.TEMPLATE).astype(np.int8)
@@ -419,6 +422,8 @@ class ContextManager(ContextRules):
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
         native = conversation.native
+        if native is None:
+            return self.template
         return native.template if isinstance(native, NativeFormat) else self.template
 
     def _patches(self, shown: Sequence[Exchange]) -> list[np.ndarray] | None:

@@ -46,6 +46,7 @@ class TextEncoder:
         self.max_characters = _MARGIN * max_tokens * max(map(len, bundle.tokenizer.get_vocab()))
         self._ends = frozenset(bundle.eos_token_ids)
         self._encoded: dict[tuple[str, str], np.ndarray] = {}
+        self._encoded_parts: dict[tuple[object, ...], np.ndarray] = {}
         self._splits: dict[str, tuple[str, str]] = {}
         added = list(bundle.tokenizer.added_tokens_decoder.values())
         control = set(bundle.special_tokens.values())
@@ -144,6 +145,20 @@ class TextEncoder:
             continues: whether another text stands before them.
             marks: whether the names of the template's other marks, such as `<tool_response>`, are plain letters too.
         """
+        key = (continues, marks, *parts)
+        known = self._encoded_parts.get(key)
+        if known is None:
+            known = self._encode_parts(parts, continues=continues, marks=marks)
+            if len(self._encoded_parts) > 5_000:
+                self._encoded_parts.clear()
+            if sum(len(text) for text, _ in parts) <= _LONGEST_KEPT:
+                self._encoded_parts[key] = known
+        # ids of a prompt are its own
+        return known.copy()
+
+    def _encode_parts(
+        self, parts: Sequence[tuple[str, bool]], *, continues: bool, marks: bool
+    ) -> np.ndarray:
         names_of = self._marks if marks else self._control_tokens
         # the template's text up to its last control token is the same in many prompts
         (left, _), *rest = parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ def named_actions(
     answer = answer.strip()
     if action_names is None:
         return [answer] if answer else []
-    indices = {name.casefold(): index for index, name in enumerate(action_names)}
+    indices = _indices(tuple(action_names))
     names = [name.strip().casefold() for name in answer.split(separator)]
     known = all(name in indices for name in names)
     return [indices[name] for name in names[:max_actions]] if known else []
@@ -118,7 +118,7 @@ def label_tokens(parsed: ParsedResponse, ends: Sequence[int], *, end_sampled: bo
         `Span` values, int8 `[response]`; all `OTHER` for a response without the required form.
     """
     ends_array = np.asarray(ends, dtype=np.int64)
-    labels = np.full(len(ends_array), Span.OTHER, dtype=np.int8)
+    labels = np.full(len(ends_array), int(Span.OTHER), dtype=np.int8)
     if parsed.spans:
         labels[:] = Span.TAG
         for label, start, end in parsed.spans:
@@ -126,6 +126,12 @@ def label_tokens(parsed: ParsedResponse, ends: Sequence[int], *, end_sampled: bo
     if end_sampled and len(labels):
         labels[-1] = Span.END
     return labels
+
+
+@lru_cache
+def _indices(action_names: tuple[str, ...]) -> dict[str, int]:
+    """Return the index of each action by its name without regard to case."""
+    return {name.casefold(): index for index, name in enumerate(action_names)}
 
 
 @cache

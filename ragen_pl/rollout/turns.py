@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -199,7 +200,7 @@ def add_turn(pending: PendingTurn, result: TurnResult) -> Turn:
     episode, parsed, generation = pending.episode, pending.parsed, pending.generation
     assert generation is not None
     kind = episode.turn.kind(episode)
-    ends = len(pending.opening) + np.cumsum([len(piece) for piece in pending.pieces])
+    _, *ends = accumulate(map(len, pending.pieces), initial=len(pending.opening))
     turn = Turn(
         observation=episode.conversation.observation,
         prompt_ids=episode.prompt.ids,
@@ -208,7 +209,7 @@ def add_turn(pending: PendingTurn, result: TurnResult) -> Turn:
         response_ids=generation.ids,
         response_logprobs=generation.logprobs,
         response_entropy=generation.entropy,
-        spans=label_tokens(parsed, ends.tolist(), end_sampled=pending.end_sampled),
+        spans=label_tokens(parsed, ends, end_sampled=pending.end_sampled),
         response_text="".join(pending.pieces),
         think=parsed.think,
         actions=result.actions,

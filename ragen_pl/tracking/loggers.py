@@ -242,7 +242,7 @@ class RunLogger(MLFlowLogger):
         """Send the remaining records; log which are not sent, and the command that sends them."""
         unsent = self._outbox.close(limit_s=_FLUSH_S)
         if self._process is not None:
-            self._process.end(limit_s=_END_S)
+            self._process.end(limit_s=_END_S if unsent is None else 0.0)
         if unsent is not None:
             log.warning(
                 f"MLflow at {self._tracking_uri}: {unsent}; a resumed run sends them, and so does python -m "
