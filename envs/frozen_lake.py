@@ -231,6 +231,11 @@ class FrozenLake(Environment):
         lake = self.lake
         return walk_distance(self.size, start=self.cell, goal=lake.goal, holes=lake.holes)
 
+    def potential(self) -> float:
+        """Return minus the length of the shortest path to the goal, or minus the number of cells without a path."""
+        distance = self.difficulty()
+        return -float(distance if distance >= 0 else self.size**2)
+
     def optimal_action(self, rng: np.random.Generator) -> int:
         """Return an action with the highest probability of reaching the goal, slips included."""
         values = self._values[self.cell]

@@ -205,6 +205,11 @@ class Sokoban(Environment):
             self._pushes_of_state = (self.state, fewest_pushes(self.room, self.state))
         return self._pushes_of_state[1]
 
+    def potential(self) -> float:
+        """Return minus the number of pushes to the solution, or minus the number of cells without one."""
+        pushes = self.difficulty()
+        return -float(pushes if pushes >= 0 else self.size**2)
+
     def optimal_action(self, rng: np.random.Generator) -> int:
         """Return the next move of a shortest solution, or a random move if there is none."""
         action = self._way().get(self.state)

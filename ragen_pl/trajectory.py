@@ -279,6 +279,7 @@ class Turn:
         statements: claims about the state, in formats that ask for them.
         state_description: the environment's own description of the state before the actions.
         state_key: key of that state, where it is recorded.
+        potential: the environment's potential of that state, where it is recorded.
         prompt_patches: patches shown of each image of the prompt; None for all.
         turns_left_out: turns of the window that the prompt leaves out.
         kind: an action, a response to a program's request, or a summary.
@@ -316,12 +317,15 @@ class Turn:
     kept_counts: np.ndarray | None = None
     response_values: np.ndarray | None = None
     prompt_roles: np.ndarray | None = None
+    potential: float | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
         said = state[1]["info"].get("success")
         added = {"success": None if said is None else bool(said), "kind": _former_kind(state[1])}
-        read = dict.fromkeys(("kept_ids", "kept_counts", "response_values", "prompt_roles"))
+        read = dict.fromkeys(
+            ("kept_ids", "kept_counts", "response_values", "prompt_roles", "potential")
+        )
         for name, value in (added | read | state[1]).items():
             if name not in _FORMER:
                 setattr(self, name, value)
@@ -364,6 +368,7 @@ class Trajectory:
         final_state_key: key of the state after the last turn, where it is recorded.
         final_images: images of that prompt.
         final_patches: patches shown of each of those images; None for all.
+        final_potential: potential of that state, where it is recorded.
     """
 
     group: int
@@ -383,11 +388,12 @@ class Trajectory:
     final_patches: list[np.ndarray] | None = None
     final_roles: np.ndarray | None = None
     final_state_key: str | None = None
+    final_potential: float | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # as in `Turn`
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
-        added |= {"final_roles": None, "final_state_key": None}
+        added |= dict.fromkeys(("final_roles", "final_state_key", "final_potential"))
         for name, value in (added | state[1]).items():
             setattr(self, name, value)
 

@@ -249,6 +249,14 @@ class Estimator(Protocol):
         """Trajectories whose mean return the estimator subtracts, None if it subtracts none."""
         return "group" if self.needs_groups else self.standardizes
 
+    @property
+    def turn_discount(self) -> float | None:
+        """Discount per turn of the returns-to-go that the estimator reads.
+
+        None if it reads returns of whole episodes, or discounts tokens.
+        """
+        return None
+
     def check_run(self, facts: RunFacts) -> None:
         """Check that the run has the critic, the states and the groups that the estimator needs, and no idle critic.
 

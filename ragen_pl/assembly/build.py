@@ -79,7 +79,11 @@ def assemble(cfg: DictConfig) -> RunComponents:
         context.record_roles()
     proxy = build_proxy(
         cfg.rollout,
-        environments=build_environments(cfg.env, record_states=estimator.needs_states),
+        environments=build_environments(
+            cfg.env,
+            record_states=estimator.needs_states,
+            record_potentials=OmegaConf.select(cfg, "algorithm.rewards.shaping") is not None,
+        ),
         context=context,
     )
     engine = engine_class(cfg.rollout.engine)

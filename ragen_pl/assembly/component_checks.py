@@ -134,6 +134,7 @@ def _run_facts(
         estimator=type(estimator).__name__,
         standardizes=estimator.standardizes,
         baseline=estimator.baseline,
+        turn_discount=estimator.turn_discount,
         whitens=loss.whiten,
         rewards_penalized=loss.kl is not None and loss.kl.changes_rewards,
         rewards_normalized=normalizer is not None and normalizer.changes_returns,

@@ -25,6 +25,7 @@ class RunFacts:
         estimator: name of the estimator's class.
         standardizes: trajectories over which the estimator standardizes returns; None if it does not.
         baseline: trajectories whose returns the estimator subtracts a mean of; None if it subtracts none.
+        turn_discount: discount per turn of the estimator's returns-to-go; None if it reads none.
         whitens: whether the loss whitens advantages over tokens.
         rewards_penalized: whether a KL penalty is taken from the rewards.
         rewards_normalized: whether returns are normalized or bounded before credit is assigned.
@@ -46,6 +47,7 @@ class RunFacts:
     estimator: str
     standardizes: str | None
     baseline: str | None
+    turn_discount: float | None
     whitens: bool
     rewards_penalized: bool
     rewards_normalized: bool

@@ -66,6 +66,7 @@ class EnvironmentManager:
         held_out_fraction: fraction of the states, by a hash of `state_key()`, that only validation sets begin in, so
             that they and training keep the environment's distribution; None for no such fraction.
         record_states: whether turns record the `state_key()` they begin in.
+        record_potentials: whether turns record the `potential()` of the state they begin in.
         blank_images: whether images are replaced by gray ones, to measure what an agent does without them.
     """
 
@@ -88,6 +89,7 @@ class EnvironmentManager:
         held_out: Collection[str] = frozenset(),
         held_out_fraction: HeldOutFraction | None = None,
         record_states: bool = False,
+        record_potentials: bool = False,
         blank_images: bool = False,
     ) -> None:
         if memory_mb is not None and not process:
@@ -110,6 +112,7 @@ class EnvironmentManager:
             answers=AnswerReader(target=target, blank_images=blank_images),
             states=record_states,
             relations=bool(self.prompt_format.statements),
+            potentials=record_potentials,
         )
         self._make = environment_maker(target, process=process, memory_mb=memory_mb)
         self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(workers, timeout_s=timeout_s)

@@ -121,6 +121,11 @@ class EnvironmentMembers:
         difficulty = self._call("difficulty", (int, np.integer))
         return None if difficulty is None else int(difficulty)
 
+    def potential(self) -> float | None:
+        """Return the potential of the present state, by which rewards may be shaped."""
+        potential = self._call("potential", (int, float, np.number))
+        return None if potential is None else float(potential)
+
     def relations(self) -> list[Relation] | None:
         """Return the positions of things relative to the player."""
         return self._call("relations", (list, tuple))

@@ -85,6 +85,7 @@ class EnvironmentSlot:
         observation: the latest observation.
         action_names: name of each action, by index; None where actions are free text.
         state_key: key of the present state, where it is recorded.
+        potential: potential of the present state, where it is recorded.
         state_description: the environment's description of the present state.
         relations: positions of things, in formats that ask for statements.
         reward_range: lowest and highest reward of a step, where they are declared.
@@ -101,6 +102,7 @@ class EnvironmentSlot:
     observation: Observation | None = None
     action_names: Sequence[str] | None = ()
     state_key: str | None = None
+    potential: float | None = None
     state_description: str | None = None
     relations: list[Relation] | None = None
     reward_range: tuple[float, float] | None = None
@@ -144,11 +146,13 @@ class SlotReader:
         answers: reads the answers.
         states: whether `state_key()` is recorded.
         relations: whether the positions of things are read.
+        potentials: whether `potential()` is recorded.
     """
 
     answers: AnswerReader
     states: bool
     relations: bool
+    potentials: bool = False
 
     def begin(self, slot: EnvironmentSlot, answer: object) -> None:
         """Read the answer of a reset into a slot."""
@@ -170,5 +174,7 @@ class SlotReader:
         slot.state_description = members.describe()
         if self.states:
             slot.state_key = members.state_key()
+        if self.potentials:
+            slot.potential = members.potential()
         if self.relations:
             slot.relations = members.relations()

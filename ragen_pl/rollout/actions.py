@@ -73,6 +73,7 @@ class ActionTurn(PresentTurn):
             parsed=parsed,
             state_description=episode.slot.state_description,
             state_key=episode.slot.state_key,
+            potential=episode.slot.potential,
         )
 
     @staticmethod

@@ -109,6 +109,7 @@ class RequestTurn(PresentTurn):
             parsed=answer.parsed,
             state_description=episode.slot.state_description,
             state_key=episode.slot.state_key,
+            potential=episode.slot.potential,
         )
 
     def record(self, pending: PendingTurn, result: TurnResult, context: Context) -> bool:

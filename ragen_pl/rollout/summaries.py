@@ -81,6 +81,7 @@ class SummaryTurn(PresentTurn):
             pieces=pieces,
             end_sampled=not generation.hit_length_limit,
             parsed=parsed,
+            potential=episode.slot.potential,
         )
 
     def record(self, pending: PendingTurn, result: TurnResult, context: Context) -> bool:

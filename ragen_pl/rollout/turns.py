@@ -101,6 +101,7 @@ class PendingTurn:
         end_sampled: whether the last token is the end-of-turn token.
         state_description: the environment's description of the state.
         state_key: key of the state, where it is recorded.
+        potential: its potential, where it is recorded.
     """
 
     episode: Episode
@@ -111,6 +112,7 @@ class PendingTurn:
     end_sampled: bool = False
     state_description: str | None = None
     state_key: str | None = None
+    potential: float | None = None
 
 
 class PresentTurn(ABC):
@@ -223,6 +225,7 @@ def add_turn(pending: PendingTurn, result: TurnResult) -> Turn:
         statements=result.statements,
         state_description=pending.state_description,
         state_key=pending.state_key,
+        potential=pending.potential,
         prompt_patches=episode.prompt.patches,
         turns_left_out=episode.prompt.left_out,
         kind=kind,
@@ -265,8 +268,9 @@ def end_episode(episode: Episode, status: EpisodeStatus, *, max_tokens: int) -> 
     if len(prompt.ids) <= max_tokens:
         trajectory.final_prompt_ids, trajectory.final_images = prompt.ids, prompt.images
         trajectory.final_patches, trajectory.final_roles = prompt.patches, prompt.roles
+        trajectory.final_potential = episode.slot.potential
     elif trajectory.turns:
         # an observation that is longer than the context; the state before the last response has been read
         last = trajectory.turns[-1]
         trajectory.final_prompt_ids, trajectory.final_images = last.prompt_ids, last.prompt_images
-        trajectory.final_patches = last.prompt_patches
+        trajectory.final_patches, trajectory.final_potential = last.prompt_patches, last.potential

@@ -97,6 +97,11 @@ class AdaptiveBilevelGAE(BilevelGAE):
                 "between them; widen low and high"
             )
 
+    @property
+    def turn_discount(self) -> float | None:
+        """None: the discount varies."""
+        return None
+
     def discounts(self, inputs: AdvantageInputs) -> Tensor:
         """Return gamma_k at the turn ends, float64 `[trajectories, tokens]`; gamma_turn elsewhere."""
         progress = turn_progress(

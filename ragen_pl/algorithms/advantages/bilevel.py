@@ -124,6 +124,11 @@ class BilevelGAE(Estimator):
         """Return gamma_turn, or one for each turn at its end, `[trajectories, tokens]`."""
         return self.gamma_turn
 
+    @property
+    def turn_discount(self) -> float | None:
+        """The discount across turns; None if tokens are discounted too."""
+        return self.gamma_turn if self.gamma_token == 1 else None
+
     def __call__(
         self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
     ) -> Advantages:

@@ -72,6 +72,11 @@ class MaskedGAE(Estimator):
     gamma: Fraction = 1.0
     lam: Fraction = 1.0
 
+    @property
+    def turn_discount(self) -> float | None:
+        """1 without a discount; None if tokens are discounted."""
+        return 1.0 if self.gamma == 1 else None
+
     def __call__(
         self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
     ) -> Advantages:

@@ -119,6 +119,11 @@ class GroupGAE(Estimator):
     gamma: Fraction = 0.95
     lam: Fraction = 0.95
 
+    @property
+    def turn_discount(self) -> float | None:
+        """The discount per turn."""
+        return self.gamma
+
     def __call__(
         self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
     ) -> Advantages:

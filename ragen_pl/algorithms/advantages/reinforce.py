@@ -124,6 +124,11 @@ class ReinforcePlusPlus(Estimator):
         """The batch, whose mean is subtracted at each token."""
         return "batch"
 
+    @property
+    def turn_discount(self) -> float | None:
+        """1 without a discount; None if tokens are discounted."""
+        return 1.0 if self.gamma == 1 else None
+
     def __call__(
         self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
     ) -> Advantages:

@@ -96,6 +96,11 @@ class TurnGAE(Estimator):
     lam: Fraction = 1.0
     value_at: ValueAt = ValueAt.FIRST_TOKEN
 
+    @property
+    def turn_discount(self) -> float | None:
+        """The discount per turn."""
+        return self.gamma
+
     def __call__(
         self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
     ) -> Advantages:

@@ -80,6 +80,11 @@ class TurnLeaveOneOut(Estimator):
     gamma: Fraction = 1.0
     absent: Absent = Absent.LEFT_OUT
 
+    @property
+    def turn_discount(self) -> float | None:
+        """The discount per turn."""
+        return self.gamma
+
     def __call__(
         self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
     ) -> Advantages:
