@@ -140,8 +140,9 @@ def _check_array(
 
 
 def _is_whole(value: object) -> bool:
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_whole and -(2**63) <= int(value) < 2**63
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        return False
+    return -(2**63) <= int(value) < 2**63
 
 
 @dataclass(frozen=True, slots=True, eq=False)

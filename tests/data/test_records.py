@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from support.episodes.small_lakes import ENVIRONMENT
+from support.runs.composing import composed
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
@@ -23,7 +24,7 @@ from ragen_pl.data.batch import Episodes, Samples
 from ragen_pl.data.collate import collate
 from ragen_pl.data.demonstrations import set_discounted_returns
 from ragen_pl.data.loader import whole_minibatch
-from ragen_pl.data.records import RecordDataModule
+from ragen_pl.data.records import RecordDataModule, check_records
 from ragen_pl.data.settings import RecordSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
@@ -429,6 +430,60 @@ def test_conversations_say_what_the_rule_needs(lm, tmp_path):
     file.write_text(json.dumps({"messages": messages}))
     with pytest.raises(RolloutError, match="no response is learned by turns=valid"):
         learned(proxy, file, turns="valid", values=False)
+
+
+# ---- before a model is built
+
+
+def test_records_are_checked_before_there_is_a_model(lm, tmp_path):
+    proxy = proxy_of(lm)
+    play(proxy, tmp_path / "own")
+    write_episodes(
+        validation_set(proxy).play_scripted(OptimalPolicy(), name="optimal"), tmp_path / "held_out"
+    )
+    chats = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    chats.write_text(json.dumps({"messages": messages, "success": True}))
+
+    def check(path, *, environment=ENVIRONMENT, ranks=1, values=True, **records):
+        check_records(
+            RecordSettings(path=str(path), **records), EnvironmentManager(**environment), states=8,
+            template="{observation}", stages=None, learns_values=values, ranks=ranks, seed=0,
+        )  # fmt: skip
+
+    check(tmp_path / "own")
+    check(tmp_path, held_out="skip")
+    check(chats, values=False)
+    with pytest.raises(ValueError, match="8 of 20 episodes are of the held-out"):
+        check(tmp_path)
+    with pytest.raises(ValueError, match="episodes begin in another state"):
+        check(tmp_path / "own", environment=ENVIRONMENT | {"kwargs": {"size": 4}})
+    with pytest.raises(ValueError, match="12 episodes are fewer than the 13 ranks"):
+        check(tmp_path / "own", ranks=13)
+    with pytest.raises(ValueError, match=r'the critic learns returns, and .* has no "return"'):
+        check(chats)
+    with pytest.raises(ValueError, match="none of 12 episodes passes it"):
+        check(tmp_path / "own", rule="threshold", threshold=9.0)
+    with pytest.raises(ValueError, match="there is no such file or folder"):
+        check(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "warm_start.records.path has no value"),
+        (["warm_start.records.rule=threshold"], "warm_start.records.threshold=null: the rule"),
+        (["context.window=all", "context.leave_out.turns=0.5"], "context.leave_out: what a prompt"),
+        (["env=program", "env.command=[agent]"], "warm_start=records: records of agent programs"),
+    ],
+)
+def test_settings_that_records_do_not_go_with_are_refused(overrides, message):
+    given = ["env=frozenlake", "warm_start=records", *overrides]
+    node = composed(*given, checked=False)
+    node.warm_start.enabled = True
+    assert any(text.startswith(message) for text in RecordSettings.config_problems(node, ranks=1))
+    node.warm_start.records = None
+    assert not list(RecordSettings.config_problems(node, ranks=1))
 
 
 # ---- resume and ranks
