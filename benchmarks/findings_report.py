@@ -25,14 +25,15 @@ _SET = "held_out"
 def verdict(difference: Estimate, criterion: Criterion, *, seeds: int) -> str:
     """Return what a difference says about a finding.
 
-    It holds if the interval lies above 0 and reaches the least effect. It does not hold if the whole interval is below
-    that effect. Else, or with fewer seeds than the criterion asks for, it cannot be told.
+    It holds if the interval lies above 0 and the difference is at least the least effect. It does not hold if the whole
+    interval is below that effect. Else, or with fewer seeds than the criterion asks for, it cannot be told.
     """
     if seeds < criterion.seeds:
         return f"{UNKNOWN} ({seeds} of {criterion.seeds} seeds)"
     if difference.high < criterion.least:
         return NOT
-    return HOLDS if difference.low > 0 else UNKNOWN
+    holds = difference.low > 0 and difference.value >= criterion.least
+    return HOLDS if holds else UNKNOWN
 
 
 def write_report(
@@ -173,6 +174,6 @@ may hold for those and not here.
 Success is greedy, of the last weights, on held-out episodes that are the same for all runs. An arm has the
 interquartile mean over its seeds, and in brackets the 95% interval of a bootstrap over seeds and initial states
 ([how](evaluation.md#compare-runs)). Differences are paired by seed and by episode. A finding *holds* if the interval of
-the difference that decides lies above 0 and reaches the least effect of the criterion. It *does not hold* if the whole
-interval is below that effect. Else it *cannot be told*. A finding without runs is open. The processor seconds of a run
+the difference that decides lies above 0 and the difference is as large as the criterion says. It *does not hold* if the
+whole interval is below that. Else it *cannot be told*. A finding without runs is open. The processor seconds of a run
 are those of its whole process, start, validations and summary included."""

@@ -56,6 +56,7 @@ def test_every_arm_composes_and_differs_from_the_others_in_what_it_names(
     [
         (0.01, 0.1, 0.2, 5, "holds"),
         (-0.01, 0.1, 0.2, 5, "cannot be told"),
+        (0.001, 0.01, 0.03, 5, "cannot be told"),
         (-0.2, -0.1, -0.05, 5, "does not hold"),
         # an effect, and smaller than counts
         (0.001, 0.005, 0.01, 5, "does not hold"),
