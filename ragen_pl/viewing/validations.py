@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from annotated_types import Ge, Le
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
@@ -27,6 +28,9 @@ _NAME = re.compile(r"iteration_([0-9]{4,9})\.json")
 _MAX_BYTES = 1 << 26
 
 Checked = TypeVar("Checked")
+# numbers that are exact, and finite, as float64
+_Count = Annotated[int, Ge(0), Le(1 << 53)]
+_Number = Annotated[float, Ge(-1e300), Le(1e300)]
 # `return` is a word of Python
 Outcome = TypedDict(
     "Outcome",
@@ -37,9 +41,9 @@ Outcome = TypedDict(
         "state": str | None,
         "status": str,
         "success": bool,
-        "return": float,
-        "turns": int,
-        "response_tokens": int,
+        "return": _Number,
+        "turns": _Count,
+        "response_tokens": _Count,
     },
 )
 """How an episode ended. `state` is a digest of the initial state, null where the environment names none."""
@@ -55,10 +59,10 @@ class Cost(TypedDict):
         processor_seconds: processor time of the trainer's processes.
     """
 
-    episodes: int
-    response_tokens: int
-    seconds: float
-    processor_seconds: float
+    episodes: _Count
+    response_tokens: _Count
+    seconds: _Number
+    processor_seconds: _Number
 
 
 class Validation(TypedDict):
