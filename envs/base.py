@@ -6,6 +6,7 @@ A trainer reads the public members of `Environment` from `env.unwrapped`.
 from __future__ import annotations
 
 import functools
+import json
 import string
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
@@ -194,6 +195,15 @@ def _checked(value: Any, *, name: str, annotation: Any) -> Any:
         high = float("inf") if high is None else high
         check_number(value, name=name, low=low, high=high, whole=number is int)
     return value
+
+
+def call_text(name: str, **arguments: Any) -> str:
+    """Return the call of a tool as a policy writes it.
+
+    >>> call_text("refund", order="A17")
+    '{"name": "refund", "arguments": {"order": "A17"}}'
+    """
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
 def cells_text(cells: Iterable[int], *, size: int) -> str:

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from .base import PRINTABLE, Environment, Observation
+from .base import PRINTABLE, Environment, Observation, call_text
 
 Method = TypeVar("Method", bound=Callable[..., Observation])
 _MARK = "_is_tool"
@@ -204,15 +204,6 @@ class ToolEnvironment(Environment):
             )
             lines.append(f"{name}({takes}): {_summary(getattr(self, name))}")
         return "\n".join(lines)
-
-
-def call_text(name: str, **arguments: Any) -> str:
-    """Return a call as a policy writes it.
-
-    >>> call_text("refund", order="A17")
-    '{"name": "refund", "arguments": {"order": "A17"}}'
-    """
-    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
 def _arguments(method: Callable[..., Observation]) -> type[BaseModel]:

@@ -16,10 +16,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from .base import checked_arguments
-from .blackjack import HIT, STAND, total
-from .support_desk_policy import MOVED, REFUNDED, REFUSED, Rule
-from .tools import call_text
+from .base import call_text, checked_arguments
 
 
 class Choice(StrEnum):
@@ -98,6 +95,8 @@ class GrantAll:
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Find the order, ask for a code that the policy names, change the database, and tell the outcome."""
+        from .support_desk_policy import MOVED, REFUNDED, Rule
+
         desk: Any = env.unwrapped
         request = desk.requests[desk.at]
         if not request.found:
@@ -123,6 +122,8 @@ class RefuseAll:
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
         """Find the order, ask for a code that the policy names, and refuse."""
+        from .support_desk_policy import REFUSED, Rule
+
         desk: Any = env.unwrapped
         request = desk.requests[desk.at]
         if not request.found:
@@ -234,6 +235,8 @@ class HitBelow:
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int:
         """Return Hit or Stand."""
+        from .blackjack import HIT, STAND, total
+
         game: Any = env.unwrapped
         return HIT if total(game.card_sum, game.has_ace) < self.total else STAND
 

@@ -78,12 +78,16 @@ def train_config(cfg: DictConfig) -> TrainedRun:
     ):
         check_run(cfg)
         with collection_paused():
-            from ragen_pl.memory.report import check_memory
+            from ragen_pl.memory.named import is_pretrained
             from ragen_pl.run.train import quieten, train
 
         # the plan of the memory builds a Trainer too
         quieten()
 
         # a process that another rank has launched runs what that rank has planned
-        plan = None if is_launched() else check_memory(cfg)
+        plan = None
+        if not is_launched() and is_pretrained(cfg):
+            from ragen_pl.memory.report import check_memory
+
+            plan = check_memory(cfg)
         return train(cfg, checkpoint_bytes=None if plan is None else plan.checkpoint)

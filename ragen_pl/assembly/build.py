@@ -40,13 +40,13 @@ from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Context
-from ragen_pl.rollout.endpoint import ChatEndpoint
 from ragen_pl.rollout.proxy import AgentProxy, truncation_of
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
 
 if TYPE_CHECKING:
     from ragen_pl.checkpoints.folder import Run
     from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.rollout.endpoint import ChatEndpoint
 
 
 ContextT = TypeVar("ContextT", bound=Context)

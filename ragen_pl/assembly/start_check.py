@@ -22,7 +22,6 @@ from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded, load_engine
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.rollout.agreement import check_engine, check_trainer
 from ragen_pl.rollout.proxy import AgentProxy
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
@@ -58,6 +57,8 @@ def checked_engine_factory(
             built = all_ranks_do(lambda: factory(policy, forward_context=forward_context))
         if checked or (same and policy.bundle.source is None):
             return built
+
+        from ragen_pl.rollout.agreement import check_engine
 
         def compare(**settings: Any) -> None:
             check_engine(
@@ -111,6 +112,8 @@ class TrainerCheck(pl.Callback):
         """Compare them, unless the model was built from its config."""
         if self.policy.bundle.source is None:
             return
+
+        from ragen_pl.rollout.agreement import check_trainer
 
         def compare(**settings: Any) -> None:
             check_trainer(

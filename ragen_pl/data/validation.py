@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragen_pl.base.distributed import rank, world_size
 from ragen_pl.base.phases import phase
@@ -14,11 +14,13 @@ from ragen_pl.base.seeding import derive_seed
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import RolloutEngine
 from ragen_pl.environments.manager import EpisodeSpec
-from ragen_pl.rollout.endpoint import ChatEndpoint, EndpointResponder
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
 from ragen_pl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ragen_pl.rollout.endpoint import ChatEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,8 @@ class ValidationSet:
         progress: Progress | None = None,
     ) -> list[Trajectory]:
         """Play all episodes with a model behind an API; the proxy's context is the endpoint's."""
+        from ragen_pl.rollout.endpoint import EndpointResponder
+
         responder = EndpointResponder(endpoint=endpoint, greedy=self.greedy)
         return self.proxy.rollout(
             responder, self.episode_specs, seed_key=seed_key, progress=progress

@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,8 +36,8 @@ from ragen_pl.memory.abstract import (
     without_data,
 )
 from ragen_pl.memory.live_memory import LiveMemory
+from ragen_pl.memory.named import is_pretrained
 from ragen_pl.memory.workload import Workload
-from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.images import HELD_BYTES
 from ragen_pl.models.inputs import DecoderInputs, run_decoder
@@ -49,11 +48,6 @@ from ragen_pl.modules.separate_gradients import SeparateGradients
 
 MAX_ROWS = 16
 """Samples of a microbatch that are run; the bytes of more are extrapolated."""
-
-
-def is_pretrained(cfg: DictConfig) -> bool:
-    """Return whether the run's model is loaded, and not built from its config."""
-    return get_object(cfg.model.build._target_) is load_pretrained
 
 
 def abstract_bundle(cfg: DictConfig) -> ModelBundle:

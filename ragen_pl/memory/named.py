@@ -1,12 +1,22 @@
-"""Configs of models that are known by their sizes, so that no hub has to be asked."""
+"""Which models are planned: pretrained ones, of which some are known by their sizes, so that no hub has to be asked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hydra.utils import get_object
+
+from ragen_pl.models.build import load_pretrained
+
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from transformers import PretrainedConfig
+
+
+def is_pretrained(cfg: DictConfig) -> bool:
+    """Return whether the run's model is loaded, and not built from its config, which is small."""
+    return get_object(cfg.model.build._target_) is load_pretrained
 
 
 def named_config(model: Mapping[str, Any]) -> PretrainedConfig:

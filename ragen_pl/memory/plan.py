@@ -30,10 +30,10 @@ from ragen_pl.memory.dry_run import (
     count_update,
     engine_memory,
     is_for_gpu,
-    is_pretrained,
     rows_to_run,
     size_of,
 )
+from ragen_pl.memory.named import is_pretrained
 from ragen_pl.memory.workload import Workload, rows_at_once, workload_of
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.forward import SHARED_BYTES

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ragen_pl.callbacks.summary import run_overrides
 from ragen_pl.config.errors import ConfigError, config_errors, in_one_line
-from ragen_pl.memory.dry_run import is_pretrained
+from ragen_pl.memory.named import is_pretrained
 from ragen_pl.memory.plan import Counts, MemoryPlan, plan_memory
 from ragen_pl.memory.remedies import remedies
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from ragen_pl.chat_formats.messages import Message, call_message
 from ragen_pl.chat_formats.tool_calls.message import THINK_TAGS, AssistantMessage, CallFormat
-from ragen_pl.chat_formats.tool_calls.parsing import parse_message
 from ragen_pl.prompts.parsing import ParsedResponse, named_actions
 
 # of a response; a prompt has a result for each
@@ -117,6 +116,8 @@ class ApiFormat(MessageFormat):
 
     def message(self, text: str, *, names: Collection[str] | None = None) -> AssistantMessage:
         """Read a response that `written` may have written."""
+        from ragen_pl.chat_formats.tool_calls.parsing import parse_message
+
         return parse_message(
             text,
             call_format=CallFormat.HERMES if self.has_tools else None,

@@ -15,7 +15,6 @@ from ragen_pl.chat_formats.tool_calls.message import (
     CallFormat,
     ReasoningTags,
 )
-from ragen_pl.chat_formats.tool_calls.parsing import parse_message
 from ragen_pl.chat_formats.tool_template import ARGUMENT, NAME, NoToolsError, ToolTemplate
 from ragen_pl.prompts.message_format import MAX_CALLS, MessageFormat, call_of
 
@@ -69,6 +68,8 @@ class NativeFormat(MessageFormat):
 
     def message(self, text: str, *, names: Collection[str] | None = None) -> AssistantMessage:
         """Read a response. Any text has a reading; see `parse_message`."""
+        from ragen_pl.chat_formats.tool_calls.parsing import parse_message
+
         return parse_message(
             text,
             call_format=self._call_format if self.has_tools else None,

@@ -21,13 +21,14 @@ from ragen_pl.checkpoints.folder import Run, is_launched, outside_processes
 from ragen_pl.config.ending import Ending, ending_of
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.ranks.rank_agreement import agree_with_others
 from ragen_pl.ranks.rank_limits import Change
-from ragen_pl.ranks.rank_watch import RankFailedError, RankWatch
 
+# a run with one rank loads nothing of the others
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
     from omegaconf import DictConfig
+
+    from ragen_pl.ranks.rank_watch import RankWatch
 
 _ADDRESS = "RAGEN_PL_RANKS"
 # seconds that a look for the first rank's address takes at most; it is repeated
@@ -127,6 +128,8 @@ def serve_launched_ranks(count: int) -> None:
     Args:
         count: Number of ranks, with this one.
     """
+    from ragen_pl.ranks.rank_watch import RankWatch
+
     if _Process.watch is None:
         _Process.watch = RankWatch(0, count=count, remedy=_remedy)
     if address := _Process.watch.address:
@@ -159,6 +162,8 @@ def agree(trainer: DictConfig, run: Run, *, config: Mapping[str, str]) -> None:
     unfit = outside > 1 and given not in (None, outside)
     if watch is None or members < 2 or unfit:
         return
+    from ragen_pl.ranks.rank_agreement import agree_with_others
+
     port = agree_with_others(
         watch,
         config,
@@ -233,7 +238,11 @@ def report(error: BaseException) -> None:
         # as the run ends with it
         error = ConfigError(str(error))
     watch = _Process.watch
-    if watch is not None and not isinstance(error, RankFailedError):
+    if watch is None:
+        return
+    from ragen_pl.ranks.rank_watch import RankFailedError
+
+    if not isinstance(error, RankFailedError):
         watch.report(ending_of(error))
 
 
@@ -261,6 +270,8 @@ def _conclude(error: BaseException) -> None:
         assert isinstance(error.code, int)
         error.code = watch.stop(Ending(str(error), code=error.code))
         return
+    from ragen_pl.ranks.rank_watch import RankFailedError
+
     if isinstance(error, RankFailedError):
         watch.show()
     elif watch.conclude(ending_of(error)):
@@ -293,11 +304,13 @@ def _watch_from_outside() -> RankWatch | None:
     number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
     local = int(os.environ.get("LOCAL_RANK", 0))
     rank = int(number) if number else int(os.environ.get("NODE_RANK", 0)) * _Process.devices + local
-    if address := os.environ.get(_ADDRESS):
-        return RankWatch(rank, address=address, launched=True)
-    count = outside_processes()
-    if count == _Process.nodes == 1:
+    address, count = os.environ.get(_ADDRESS), outside_processes()
+    if not address and count == _Process.nodes == 1:
         return None
+    from ragen_pl.ranks.rank_watch import RankWatch
+
+    if address:
+        return RankWatch(rank, address=address, launched=True)
     meeting = _Store.found(rank)
     if meeting is None:
         return None

@@ -31,7 +31,6 @@ from ragen_pl.config.settings import keys_of
 from ragen_pl.ranks import ranks
 from ragen_pl.ranks.phase_limits import PhaseLimits
 from ragen_pl.run.settings import LimitSettings
-from ragen_pl.run.strategy import FSDP2Strategy
 
 LIMITS = keys_of(LimitSettings)
 """Keys of the config's `trainer` that are no arguments of Lightning's Trainer."""
@@ -243,6 +242,8 @@ def build_strategy(
         # as Lightning chooses, but in a notebook
         strategy = "ddp"
     if strategy == "fsdp2":
+        from ragen_pl.run.strategy import FSDP2Strategy
+
         return FSDP2Strategy(**common)
     if strategy == "auto" or strategy not in StrategyRegistry:
         return strategy
