@@ -25,7 +25,7 @@ from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import TaskChoice
-from ragen_pl.data.failures import Remaining, remaining, too_few
+from ragen_pl.data.failures import UsableEpisodes, too_few, usable_episodes
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.rollout_module import AsyncRolloutModule, RolloutModule
@@ -152,25 +152,27 @@ class RolloutDataModule(MinibatchDataModule):
             RolloutError: failures leave too few episodes, see `FailureSettings`.
         """
         played = self._ahead.played(iteration, progress=progress)
-        ahead = None if played is None else (played.trajectories, self._left(played.trajectories))
+        ahead = None if played is None else (played.trajectories, self._usable(played.trajectories))
         if ahead is not None and not self._is_enough(ahead[1], iteration):
             played = ahead = None
         trajectories: list[Trajectory] = []
-        left, attempts = Remaining(), 0
-        for rollout, rest in self._rollouts(module, iteration, ahead=ahead, progress=progress):
+        usable, attempts = UsableEpisodes(), 0
+        for rollout, usable_of_rollout in self._rollouts(
+            module, iteration, ahead=ahead, progress=progress
+        ):
             attempts += 1
             trajectories += rollout
-            left += rest
-            self._measure(trajectories, left, iteration)
+            usable += usable_of_rollout
+            self._measure(trajectories, usable, iteration)
             selection = select_groups(
-                left.trajectories,
+                usable.trajectories,
                 self.group_filter,
                 returns=lambda trajectory: trajectory.reward,
                 limit=self.settings.groups,
             )
             if selection.groups >= self.settings.groups:
                 break
-        self.metrics["trained_fraction"] = selection.episodes / left.all
+        self.metrics["trained_fraction"] = selection.episodes / usable.played
         if self.group_filter != GroupFilter():
             self.metrics |= selection.metrics | {"attempts": float(attempts)}
         if self.curriculum is not None:
@@ -195,10 +197,10 @@ class RolloutDataModule(MinibatchDataModule):
         module: RolloutModule,
         iteration: int,
         *,
-        ahead: tuple[list[Trajectory], Remaining] | None,
+        ahead: tuple[list[Trajectory], UsableEpisodes] | None,
         progress: Progress | None,
-    ) -> Iterator[tuple[list[Trajectory], Remaining]]:
-        """Yield the rollouts of an iteration with what is left of each, later ones if the filter asks for them.
+    ) -> Iterator[tuple[list[Trajectory], UsableEpisodes]]:
+        """Yield the rollouts of an iteration with the usable episodes of each, later ones if the filter asks for them.
 
         Args:
             module: Module whose present weights sample.
@@ -222,12 +224,12 @@ class RolloutDataModule(MinibatchDataModule):
             )
             # a rank whose rollout fails, or is stopped, does not leave the others waiting
             trajectories = all_ranks_do(play)
-            left = self._left(trajectories)
-            if not self._is_enough(left, iteration):
+            usable = self._usable(trajectories)
+            if not self._is_enough(usable, iteration):
                 trajectories = all_ranks_do(play)
-                left = self._left(trajectories)
+                usable = self._usable(trajectories)
             self._reward(trajectories)
-            yield trajectories, left
+            yield trajectories, usable
 
     def _prepare_and_begin_next(
         self, module: RolloutModule, batch: TrajectoryBatch, iteration: int, *, stale: bool
@@ -291,31 +293,33 @@ class RolloutDataModule(MinibatchDataModule):
         super().teardown(stage)
         self._ahead.drop()
 
-    def _left(self, played: Sequence[Trajectory]) -> Remaining:
-        return remaining(played, self.proxy.failures, group_size=self.settings.group_size)
+    def _usable(self, played: Sequence[Trajectory]) -> UsableEpisodes:
+        return usable_episodes(played, self.proxy.failures, group_size=self.settings.group_size)
 
-    def _is_enough(self, left: Remaining, iteration: int) -> bool:
-        """Return whether failures leave enough of a rollout; the same on every rank."""
-        enough = left.is_enough(self.proxy.failures)
+    def _is_enough(self, usable: UsableEpisodes, iteration: int) -> bool:
+        """Return whether enough episodes of a rollout are usable; the same on every rank."""
+        enough = usable.is_enough(self.proxy.failures)
         if not enough and rank() == 0:
             log.warning(
                 "iteration %d: %d of %d episodes failed; it is played once more",
                 iteration + 1,
-                left.failed,
-                left.all,
+                usable.failed,
+                usable.played,
             )
         return enough
 
-    def _measure(self, trajectories: list[Trajectory], left: Remaining, iteration: int) -> None:
-        """Set the metrics of an iteration; it must have enough episodes left."""
+    def _measure(
+        self, trajectories: list[Trajectory], usable: UsableEpisodes, iteration: int
+    ) -> None:
+        """Set the metrics of an iteration; it must have enough usable episodes."""
         failures = self.proxy.failures
-        if not left.is_enough(failures):
-            raise too_few(left, trajectories, failures, iteration=iteration)
+        if not usable.is_enough(failures):
+            raise too_few(usable, trajectories, failures, iteration=iteration)
         statistics, failure_statistics = RolloutStatistics(), FailureStatistics()
         statistics.update(trajectories)
         failure_statistics.update(trajectories)
         self.metrics = statistics.compute() | failure_statistics.compute()
-        self.metrics["dropped_groups"] = float(left.dropped_groups)
+        self.metrics["dropped_groups"] = float(usable.dropped_groups)
         resent = None if self._engine is None else resent_by(self._engine)
         if resent is not None:
             new, self._resent = resent - self._resent, resent
