@@ -59,7 +59,7 @@ from ragen_pl.modules.masking import Masks, compute_token_masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.rollout.attempts import GivenResponse
+from ragen_pl.rollout.attempts import RecordedResponse
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder, Responder
 from ragen_pl.tracking.checkpoints import find_checkpoint, run_settings
@@ -268,7 +268,7 @@ def measured_effects(
     }
     specs, known = [], []
     for number, (spec, turns) in enumerate(states.values()):
-        given = [_given(turn) for turn in turns]
+        given = [_recorded(turn) for turn in turns]
         for continuation in range(continuations):
             # its own member: the seeds of sampling depend on it
             member = number * continuations + continuation
@@ -280,7 +280,7 @@ def measured_effects(
             specs,
             seed_key=("audit", seed, "continuations"),
             progress=progress,
-            known=known,
+            recorded_responses=known,
         )
     returns: dict[tuple[int, int, int], np.ndarray] = {}
     for number, (state, (_, turns)) in enumerate(states.items()):
@@ -301,7 +301,7 @@ def measured_effects(
     ]
 
 
-def _given(turn: Turn) -> GivenResponse:
+def _recorded(turn: Turn) -> RecordedResponse:
     """Return a turn's response as one that is known."""
     response = Generation(
         ids=turn.response_ids,
@@ -310,7 +310,7 @@ def _given(turn: Turn) -> GivenResponse:
         hit_length_limit=turn.hit_length_limit,
         version=0,
     )
-    return GivenResponse(ids=turn.prompt_ids, images=list(turn.prompt_images), response=response)
+    return RecordedResponse(ids=turn.prompt_ids, images=list(turn.prompt_images), response=response)
 
 
 def _effects(

@@ -30,7 +30,7 @@ _PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GivenResponse:
+class RecordedResponse:
     """A response, with the ids and images of the prompt that it was given to."""
 
     ids: np.ndarray
@@ -55,16 +55,16 @@ class Attempt:
         number: index of the episode in the rollout.
         spec: the episode.
         failed_after: turns of each earlier attempt when it failed.
-        known: responses of earlier attempts by turn; None for one that cannot be given again.
-        given: those of this attempt.
-        replayed: number of turns that had a known response.
+        recorded_responses: those of earlier attempts by turn; None for one that cannot be given again.
+        responses: those of this attempt.
+        replayed: number of turns that had a recorded response.
     """
 
     number: int
     spec: EpisodeSpec
     failed_after: tuple[int, ...] = ()
-    known: list[GivenResponse | None] = field(default_factory=list)
-    given: list[GivenResponse | None] = field(default_factory=list)
+    recorded_responses: list[RecordedResponse | None] = field(default_factory=list)
+    responses: list[RecordedResponse | None] = field(default_factory=list)
     replayed: int = 0
 
     def next(self, trajectory: Trajectory) -> Attempt:
@@ -73,7 +73,10 @@ class Attempt:
             number=self.number,
             spec=self.spec,
             failed_after=(*self.failed_after, len(trajectory.turns)),
-            known=[*self.given, *self.known[len(self.given) :]],
+            recorded_responses=[
+                *self.responses,
+                *self.recorded_responses[len(self.responses) :],
+            ],
         )
 
 
@@ -83,7 +86,7 @@ class Attempts:
     Args:
         specs: the episodes.
         settings: number of attempts.
-        known: responses to the first turns of each episode; empty for none.
+        recorded_responses: responses to the first turns of each episode; empty for none.
     """
 
     def __init__(
@@ -91,12 +94,12 @@ class Attempts:
         specs: Sequence[EpisodeSpec],
         settings: FailureSettings,
         *,
-        known: Sequence[Sequence[GivenResponse]] = (),
+        recorded_responses: Sequence[Sequence[RecordedResponse]] = (),
     ) -> None:
         self._settings = settings
-        of_episodes = known or [()] * len(specs)
+        of_episodes = recorded_responses or [()] * len(specs)
         self._waiting = deque(
-            Attempt(number=number, spec=spec, known=[*responses])
+            Attempt(number=number, spec=spec, recorded_responses=[*responses])
             for number, (spec, responses) in enumerate(zip(specs, of_episodes, strict=True))
         )
         self._ended: dict[int, Trajectory] = {}
@@ -138,7 +141,7 @@ class Attempts:
         self._pauses = self._pauses + 1 if broken == len(attempts) else 0
 
 
-def opened(
+def open_slots(
     environments: EnvironmentManager, attempts: Sequence[Attempt], settings: FailureSettings
 ) -> list[EnvironmentSlot]:
     """Return the slots of attempts.
@@ -164,7 +167,7 @@ def pause(number: int) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class ReplayingResponder(ForwardingResponder):
-    """Responder that gives the known responses of attempts again, and leaves the others to another responder.
+    """Responder that gives the recorded responses of attempts again, and leaves the others to another responder.
 
     Attributes:
         attempts: attempts under way by the numbers of their episodes.
@@ -175,15 +178,16 @@ class ReplayingResponder(ForwardingResponder):
     _asked: dict[int, tuple[Episode, Prompt]] = field(init=False, default_factory=dict)
 
     def submit(self, episodes: Sequence[Episode]) -> None:
-        """Give known responses to the present turns again, and ask for the others."""
+        """Give recorded responses to the present turns again, and ask for the others."""
         unknown = []
         for episode in episodes:
             attempt, turn = self.attempts[episode.number], len(episode.trajectory.turns)
-            known = attempt.known[turn] if turn < len(attempt.known) else None
-            if known is not None and known.answers(episode.prompt):
-                attempt.given.append(known)
+            earlier = attempt.recorded_responses
+            recorded = earlier[turn] if turn < len(earlier) else None
+            if recorded is not None and recorded.answers(episode.prompt):
+                attempt.responses.append(recorded)
                 attempt.replayed += 1
-                self._repeated.append((episode.number, known.response))
+                self._repeated.append((episode.number, recorded.response))
             else:
                 unknown.append(episode)
                 self._asked[episode.number] = (episode, episode.prompt)
@@ -196,11 +200,11 @@ class ReplayingResponder(ForwardingResponder):
         found = self.responder.collect(wait=wait and not repeated) if self._asked else []
         for number, response in found:
             episode, prompt = self._asked.pop(number)
-            given = None
+            recorded = None
             # a prompt that the responder has shortened depends on more than the conversation
             if response is not None and episode.prompt is prompt:
-                given = GivenResponse(ids=prompt.ids, images=prompt.images, response=response)
-            self.attempts[number].given.append(given)
+                recorded = RecordedResponse(ids=prompt.ids, images=prompt.images, response=response)
+            self.attempts[number].responses.append(recorded)
         return [*repeated, *found]
 
     def release(self) -> None:

@@ -23,7 +23,7 @@ from ragen_pl.environments.manager import (
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import Context
 from ragen_pl.rollout.actions import ActionTurn
-from ragen_pl.rollout.attempts import Attempts, GivenResponse, ReplayingResponder, opened
+from ragen_pl.rollout.attempts import Attempts, RecordedResponse, ReplayingResponder, open_slots
 from ragen_pl.rollout.failures import FailureLog
 from ragen_pl.rollout.requests import RequestTurn
 from ragen_pl.rollout.responders import Responder
@@ -87,7 +87,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         seed_key: Sequence[int | str],
         progress: Progress | None = None,
         on_turn: OnTurn | None = None,
-        known: Sequence[Sequence[GivenResponse]] = (),
+        recorded_responses: Sequence[Sequence[RecordedResponse]] = (),
     ) -> list[Trajectory]:
         """Play episodes and return their trajectories, in the order of the specs.
 
@@ -99,14 +99,14 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             seed_key: run seed, purpose and iteration, with which the sampling seeds start.
             progress: called while episodes are playing, and once at the end with all of them done.
             on_turn: called after each turn.
-            known: responses to the first turns of each episode, which are given where their prompts come again; the
-                responder answers the others. `Trajectory.replayed_turns` counts them.
+            recorded_responses: responses to the first turns of each episode, which are given where their prompts come
+                again; the responder answers the others. `Trajectory.replayed_turns` counts them.
         """
-        attempts = Attempts(episode_specs, self.failures, known=known)
+        attempts = Attempts(episode_specs, self.failures, recorded_responses=recorded_responses)
         replaying = ReplayingResponder(responder=responder)
         with responder.collective_rollout():
             for batch in attempts.batches(self.num_envs):
-                slots = opened(self.environments, batch, self.failures)
+                slots = open_slots(self.environments, batch, self.failures)
                 replaying.attempts = batch
                 try:
                     episodes = self._begin(slots, replaying, seed_key)

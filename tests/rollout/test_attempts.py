@@ -178,7 +178,7 @@ def test_environments_that_cannot_be_made_are_made_again(lm, fragile, monkeypatc
     proxy = AgentProxy(
         environments=EnvironmentManager(target="test/Late-v0"), context=ContextManager(lm)
     )
-    slots = attempts_module.opened(
+    slots = attempts_module.open_slots(
         proxy.environments,
         [attempts_module.Attempt(number=0, spec=SPECS[0])],
         FailureSettings(attempts=3),
