@@ -95,7 +95,7 @@ def abstract_agent(cfg: DictConfig) -> AgentModule:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    agent.store_reference()
+    agent.cast_reference()
     without_data(agent, FakeMode())
     return agent
 

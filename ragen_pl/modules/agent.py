@@ -144,7 +144,7 @@ class AgentModule(GuardedModule):
     def setup(self, stage: str) -> None:
         """Take the fingerprints, then store the reference in the dtype that it is computed in."""
         super().setup(stage)
-        self.store_reference()
+        self.cast_reference()
 
     def configure_model(self) -> None:
         """Shard policy, critic and reference if the Trainer's strategy shards models."""
@@ -159,7 +159,7 @@ class AgentModule(GuardedModule):
         if self.critic is not None:
             self.critic.shard(mesh)
 
-    def store_reference(self) -> None:
+    def cast_reference(self) -> None:
         """Round the weights of the reference as autocast would at each use."""
         dtype = _AUTOCAST.get(self.trainer.precision)
         if dtype is not None and self.reference is not None and self.loss.reference is not None:

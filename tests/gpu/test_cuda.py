@@ -316,7 +316,7 @@ def peak_of_an_update(cfg, precision) -> int:
         DEVICE
     )
     agent.trainer = pl.Trainer(precision=precision, max_epochs=1, barebones=True)
-    agent.store_reference()
+    agent.cast_reference()
     batch = move_data_to_device(minibatch_of(agent, workload_of(cfg, bundle)), torch.device(DEVICE))
     optimizer = agent.configure_optimizers()["optimizer"]
     agent.train()

@@ -78,7 +78,7 @@ def stepped(cfg):
     agent.trainer = pl.Trainer(
         accelerator="cpu", precision=cfg.trainer.precision, max_epochs=1, barebones=True
     )
-    agent.store_reference()
+    agent.cast_reference()
     workload = workload_of(cfg, bundle)
     batch = minibatch_of(agent, workload)
     optimizer = agent.configure_optimizers()["optimizer"]
