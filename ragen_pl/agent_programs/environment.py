@@ -273,7 +273,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             gone |= event.call is call and event.kind is EventKind.GONE
             # who is gone and goes on with something else does not come back
             goes_on = bool(self._waiting) or self._outcome is not None
-            if gone and goes_on and call.session.forget(call):
+            if gone and goes_on and call.session.withdraw_answer(call):
                 return False
 
     def _next(self) -> Call | None:

@@ -164,14 +164,14 @@ class PolicyAnswers:
             native=native,
             prompt_tokens=len(asked.request.prompt.ids),
             turn=turn,
-            opening=self._context.opening,
+            generation_prefix=self._context.generation_prefix,
             pieces=self._context.pieces(generation.ids),
         )
         asked.response, asked.message = answer.generation, answer.message
         self._waiting[call] = asked
         while len(self._waiting) > _MAX_WAITING:
             forgotten, _ = self._waiting.popitem(last=False)
-            forgotten.session.forget(forgotten)
+            forgotten.session.withdraw_answer(forgotten)
         call.session.answer(call, Answer.of(call.id, call.session.model, answer.content))
 
 

@@ -155,7 +155,7 @@ class ContextManager(ContextRules):
         return self.joins and self.window == "all" and not drops_turns
 
     @property
-    def opening(self) -> str:
+    def generation_prefix(self) -> str:
         """Think tag at the end of a prompt, with which every response begins; empty in most templates."""
         return self.template.opening
 
@@ -230,7 +230,7 @@ class ContextManager(ContextRules):
                 self._template(conversation),
                 conversation,
                 shown,
-                plain=self._encoder.plain,
+                plain=self._encoder.strip_control_tokens,
                 words_start=self.words_start,
             )
             text = self._template(conversation).render(messages)

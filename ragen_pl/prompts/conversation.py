@@ -179,7 +179,7 @@ class Context(Protocol):
         ...
 
     @property
-    def opening(self) -> str:
+    def generation_prefix(self) -> str:
         """Text at the end of a prompt with which every response begins, such as a think tag."""
         ...
 
@@ -242,7 +242,7 @@ class TextContext:
     """
 
     max_tokens = sys.maxsize
-    opening = ""
+    generation_prefix = ""
     compaction: Compaction | None = None
 
     def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:

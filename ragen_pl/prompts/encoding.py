@@ -70,7 +70,7 @@ class TextEncoder:
         """Return a text, or a part of it that fills the context by itself: the rest would be encoded for nothing."""
         return text[: self.max_characters]
 
-    def plain(self, text: str) -> str:
+    def strip_control_tokens(self, text: str) -> str:
         """Return a text without the tokenizer's control tokens."""
         before = None
         # removing one token may join the halves of another
@@ -83,7 +83,7 @@ class TextEncoder:
         found = self._marks.search(text)
         return found[0] if found else None
 
-    def hidden(self, text: str) -> str:
+    def escape_control_tokens(self, text: str) -> str:
         """Return a text with a character for private use in place of each name of a control token or mark.
 
         A chat template can show it among its own text, and `encode_rendered` spells the names in letters.
@@ -91,7 +91,7 @@ class TextEncoder:
         return self._marks.sub(self._place, _PLACES.sub("\ufffd", text))
 
     def encode_rendered(self, text: str, *, continues: bool = False) -> np.ndarray:
-        """Return the ids of a rendering of `hidden` texts, int64 `[tokens]`, where names are plain letters.
+        """Return the ids of a rendering of escaped texts, int64 `[tokens]`, with control tokens as ordinary text.
 
         Args:
             text: the rendering.
@@ -103,7 +103,7 @@ class TextEncoder:
             if end < found.start():
                 piece = text[end : found.start()]
                 ids.append(self.encode(piece, continues=continues or bool(ids)))
-            ids.append(self._spelled(self._name(found)))
+            ids.append(self._encode_literally(self._name(found)))
             end = found.end()
         if end < len(text) or not ids:
             ids.append(self.encode(text[end:], continues=continues or bool(ids)))
@@ -171,7 +171,10 @@ class TextEncoder:
             first, *words = names_of.split(text)
             word += first
             for name, following in zip(names_of.findall(text), words, strict=True):
-                ids += [self.encode(word, continues=continues or bool(ids)), self._spelled(name)]
+                ids += [
+                    self.encode(word, continues=continues or bool(ids)),
+                    self._encode_literally(name),
+                ]
                 word = following
         ids.append(self.encode(word, continues=continues or bool(ids)))
         return np.concatenate(ids)
@@ -225,7 +228,7 @@ class TextEncoder:
         bos = self._bos_token_id
         return ids if bos is None else np.append([bos], ids)
 
-    def _spelled(self, name: str) -> np.ndarray:
+    def _encode_literally(self, name: str) -> np.ndarray:
         """Return the ids of a control token's name in letters."""
         if not self._control_tokens.fullmatch(name):
             # a mark that is no control token to the tokenizer is a token only as a whole

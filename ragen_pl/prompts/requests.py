@@ -107,7 +107,7 @@ class RequestPrompts:
                 raise self._too_long("the schemas of the tools have", "the schemas")
             try:
                 template = self._bundle.chat_template(
-                    self._arguments, mapped([*tools], self._encoder.hidden)
+                    self._arguments, mapped([*tools], self._encoder.escape_control_tokens)
                 )
                 self._formats[key] = NativeFormat(template, self._bundle.end_texts)
             except NoToolsError as error:
@@ -189,23 +189,23 @@ class RequestPrompts:
             ) from error
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages as chat templates take them, names of control tokens hidden."""
+        """Return messages as chat templates take them, control tokens escaped."""
         return [self._shown_message(message) for message in messages]
 
     def _shown_message(self, message: Message) -> Message:
-        hidden = self._encoder.hidden
-        shown: Message = {"role": message["role"], "content": _content(message["content"], hidden)}
+        escape = self._encoder.escape_control_tokens
+        shown: Message = {"role": message["role"], "content": _content(message["content"], escape)}
         for name in ("reasoning_content", "name", "tool_call_id"):
             if message.get(name):
-                shown[name] = hidden(message[name])
+                shown[name] = escape(message[name])
         if calls := message.get("tool_calls"):
             shown["tool_calls"] = [
                 {
-                    "id": hidden(call["id"]),
+                    "id": escape(call["id"]),
                     "type": "function",
                     "function": {
                         "name": call["name"],
-                        "arguments": mapped(call["arguments"], hidden),
+                        "arguments": mapped(call["arguments"], escape),
                     },
                 }
                 for call in calls
@@ -213,11 +213,11 @@ class RequestPrompts:
         return shown
 
 
-def _content(content: Any, hidden: Any) -> Any:
+def _content(content: Any, escape: Any) -> Any:
     if isinstance(content, str):
-        return hidden(content)
+        return escape(content)
     return [
-        {"type": "text", "text": hidden(part["text"])}
+        {"type": "text", "text": escape(part["text"])}
         if part["type"] == "text"
         else {"type": "image"}
         for part in content

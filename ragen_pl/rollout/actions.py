@@ -59,7 +59,7 @@ class ActionTurn(PresentTurn):
         """Read the actions."""
         pieces = context.pieces(generation.ids)
         parsed = self._parsed(
-            episode, context.opening + "".join(pieces), context, max_actions=max_actions
+            episode, context.generation_prefix + "".join(pieces), context, max_actions=max_actions
         )
         # a response without its end is no answer, even where it looks like one
         if generation.hit_length_limit:
@@ -67,7 +67,7 @@ class ActionTurn(PresentTurn):
         return PendingTurn(
             episode=episode,
             generation=generation,
-            opening=context.opening,
+            generation_prefix=context.generation_prefix,
             pieces=pieces,
             end_sampled=not generation.hit_length_limit,
             parsed=parsed,

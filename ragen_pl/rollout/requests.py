@@ -94,7 +94,7 @@ class RequestTurn(PresentTurn):
             native=episode.conversation.native,
             prompt_tokens=len(episode.prompt.ids),
             turn=episode.slot.turn,
-            opening=context.opening,
+            generation_prefix=context.generation_prefix,
             pieces=pieces,
         )
         generation, self._message = answer.generation, answer.message
@@ -102,7 +102,7 @@ class RequestTurn(PresentTurn):
         return PendingTurn(
             episode=episode,
             generation=generation,
-            opening=context.opening,
+            generation_prefix=context.generation_prefix,
             pieces=pieces,
             # an end has no text; a response that was cut has none
             end_sampled=not generation.hit_length_limit and pieces[-1] == "",
@@ -193,7 +193,7 @@ def answer_request(
     native: MessageFormat,
     prompt_tokens: int,
     turn: int,
-    opening: str,
+    generation_prefix: str,
     pieces: Sequence[str],
 ) -> RequestAnswer:
     """Return the answer to a request.
@@ -209,12 +209,12 @@ def answer_request(
         native: format of the response, with the request's tools.
         prompt_tokens: tokens of the prompt.
         turn: number of the turn, of which the ids of tool calls are made.
-        opening: text of the prompt with which the response begins.
+        generation_prefix: text of the prompt with which the response begins.
         pieces: text of each token.
     """
-    ends = len(opening) + np.cumsum([len(piece) for piece in pieces])
-    text = opening + "".join(pieces)
-    place = _first_stop(text, request.stop, start=len(opening))
+    ends = len(generation_prefix) + np.cumsum([len(piece) for piece in pieces])
+    text = generation_prefix + "".join(pieces)
+    place = _first_stop(text, request.stop, start=len(generation_prefix))
     if place is not None:
         start, end = place
         generation = _cut(generation, int(np.searchsorted(ends, end)) + 1)

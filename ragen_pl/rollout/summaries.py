@@ -73,11 +73,11 @@ class SummaryTurn(PresentTurn):
     ) -> PendingTurn:
         """Read the summary. Reasoning before it is not part of it."""
         pieces = context.pieces(generation.ids)
-        parsed, self._summary = read_summary(context.opening + "".join(pieces))
+        parsed, self._summary = read_summary(context.generation_prefix + "".join(pieces))
         return PendingTurn(
             episode=episode,
             generation=generation,
-            opening=context.opening,
+            generation_prefix=context.generation_prefix,
             pieces=pieces,
             end_sampled=not generation.hit_length_limit,
             parsed=parsed,

@@ -96,7 +96,7 @@ class PendingTurn:
         episode: the episode.
         parsed: the response as its environment takes it.
         generation: the response; None for a program's request that gets none.
-        opening: text of the prompt with which the response begins.
+        generation_prefix: text of the prompt with which the response begins.
         pieces: text of each token.
         end_sampled: whether the last token is the end-of-turn token.
         state_description: the environment's description of the state.
@@ -107,7 +107,7 @@ class PendingTurn:
     episode: Episode
     parsed: ParsedResponse
     generation: Generation | None = None
-    opening: str = ""
+    generation_prefix: str = ""
     pieces: Sequence[str] = ()
     end_sampled: bool = False
     state_description: str | None = None
@@ -202,7 +202,7 @@ def add_turn(pending: PendingTurn, result: TurnResult) -> Turn:
     episode, parsed, generation = pending.episode, pending.parsed, pending.generation
     assert generation is not None
     kind = episode.turn.kind(episode)
-    _, *ends = accumulate(map(len, pending.pieces), initial=len(pending.opening))
+    _, *ends = accumulate(map(len, pending.pieces), initial=len(pending.generation_prefix))
     turn = Turn(
         observation=episode.conversation.observation,
         prompt_ids=episode.prompt.ids,

@@ -263,7 +263,7 @@ def test_pieces_of_a_written_response_join_to_its_text(name, data):
     context = ContextManager(bundle_of(name))
     ids = context.encode_response(text)
     written = context.template.response_prefix + text
-    if context.opening:
+    if context.generation_prefix:
         written = written.removeprefix("<think>")
     pieces = context.pieces(ids)
     assert len(pieces) == len(ids) and pieces[-1] == "" and "".join(pieces) == written

@@ -43,14 +43,14 @@ def talk(
         text = talk.native.tools.written(
             content=turn.get("says", ""), calls=turn["calls"], reasoning=None
         )
-        text = text.removeprefix(context.opening)
+        text = text.removeprefix(context.generation_prefix)
         end = context.bundle.end_of_turn_id
         if name_of_end and turn["calls"]:
             end = context.bundle.tokenizer.convert_tokens_to_ids(name_of_end)
         ids = np.array(
             [*context.bundle.tokenizer(text, add_special_tokens=False)["input_ids"], end]
         )
-        parsed = talk.native.parse(context.opening + text, None, max_actions=9)
+        parsed = talk.native.parse(context.generation_prefix + text, None, max_actions=9)
         talk.respond(ids=ids, text=text, actions=[], calls=parsed.calls)
         said.append((prompt, ids, parsed))
     last = turns[-1]["last"]

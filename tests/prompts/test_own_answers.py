@@ -75,7 +75,7 @@ def answered(
         native=talk.native,
         prompt_tokens=len(prompt.ids),
         turn=0,
-        opening=context.opening,
+        generation_prefix=context.generation_prefix,
         pieces=context.pieces(ids),
     )
     talk.calls.append(
@@ -121,7 +121,7 @@ def written(name: str, tool: str, arguments: dict[str, Any]) -> str:
 
 def after_thoughts(context: Any) -> str:
     """Return what ends the reasoning that a prompt has begun."""
-    return "</think>" if context.opening else ""
+    return "</think>" if context.generation_prefix else ""
 
 
 TEXTS = st.lists(
@@ -175,7 +175,7 @@ def test_a_call_of_a_tool_that_is_not_offered_is_malformed(name, tool):
         assert not answer.parsed.valid
         # labels of tokens are those of an environment with these tools, which answers the call itself
         environment = context.start("", tools=TOOLS[CHAT]).native
-        sampled = context.opening + "".join(context.pieces(answer.generation.ids))
+        sampled = context.generation_prefix + "".join(context.pieces(answer.generation.ids))
         spans = environment.parse(sampled, None, max_actions=1).spans
         assert answer.parsed.spans == spans and Span.ACTION in {label for label, *_ in spans}
 

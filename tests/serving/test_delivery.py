@@ -84,7 +84,7 @@ def test_forgotten_answer_is_not_given_again(server, session):
     until(lambda: call.clients == 0)
     session.answer(call, answer_of(call))
     assert take(session, GONE) is call
-    assert session.forget(call)
+    assert session.withdraw_answer(call)
     second = send(server, HELLO, key=session.key, headers=AGAIN)
     new = take(session)
     assert new.id != call.id
@@ -154,7 +154,7 @@ def test_client_that_leaves_in_the_midst_of_the_answer(server, session, stream):
     assert response.read(100)
     # waits, since the client does not read on
     assert call.clients == 1 and session.events.empty()
-    assert not session.forget(call)
+    assert not session.withdraw_answer(call)
     response.close()
     hang_up(connection)
     assert take(session, GONE) is call
@@ -164,7 +164,7 @@ def test_client_that_leaves_in_the_midst_of_the_answer(server, session, stream):
     answer = assembled(found) if stream else found
     assert answer["choices"][0]["message"]["content"] == LONG
     assert take(session, DELIVERED) is call
-    assert not session.forget(call)
+    assert not session.withdraw_answer(call)
 
 
 def test_client_that_leaves_after_the_answer_has_got_it(server, session):

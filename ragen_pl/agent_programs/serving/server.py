@@ -197,7 +197,7 @@ class AgentServer:
         if session.ended:
             raise ended_error()
         digest = hashlib.sha256(request.path.encode() + data).hexdigest()
-        call = session.known(digest, retries=retries_of(request))
+        call = session.find_retry(digest, retries=retries_of(request))
         if call is None:
             call = session.register(digest, id_prefix=protocol.id_prefix)
             trains = request.headers.get("x-train", "").casefold() != "false"
@@ -214,7 +214,7 @@ class AgentServer:
             delivered = True
             return response
         finally:
-            session.leave(call, delivered=delivered)
+            session.disconnect(call, delivered=delivered)
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work that is no part of a request, whose client may leave while another one waits for it."""
@@ -245,7 +245,7 @@ class AgentServer:
 
     async def _pass_on(self, call: Call, model: str, body: dict[str, Any], *, path: str) -> None:
         with self._refusing(call, path):
-            call.session.pass_on(call, await passed_on(call.session, model, body, path))
+            call.session.forward(call, await passed_on(call.session, model, body, path))
 
     @contextmanager
     def _refusing(self, call: Call, path: str) -> Iterator[None]:

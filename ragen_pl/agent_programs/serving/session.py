@@ -182,7 +182,7 @@ class Session:
         """Answer a request. `DELIVERED` or `GONE` follows for an answer that is no error."""
         self.loop.call_soon_threadsafe(self._answer, call, answer)
 
-    def forget(self, call: Call) -> bool:
+    def withdraw_answer(self, call: Call) -> bool:
         """Give up on an answer that no client got: a request with the same body is a new one.
 
         Returns:
@@ -213,7 +213,7 @@ class Session:
             )
             self.events.put(Event(EventKind.REFUSED, outcome={"reason": reason}))
 
-    def known(self, digest: str, *, retries: int) -> Call | None:
+    def find_retry(self, digest: str, *, retries: int) -> Call | None:
         """Return the call that a body asks for again, None for a new one.
 
         It is one that nobody waits for and that was not delivered, or any if the client says that it tries again. Of
@@ -265,7 +265,7 @@ class Session:
         call.client = client
         self.events.put(Event(EventKind.REQUEST, call))
 
-    def pass_on(self, call: Call, passed: PassedOn) -> None:
+    def forward(self, call: Call, passed: PassedOn) -> None:
         """End a call with the answer of another model, of which the owner is not told."""
         self._waiting.discard(call)
         if not call.answer.done():
@@ -275,7 +275,7 @@ class Session:
         """End a call with an error."""
         self._answer(call, error)
 
-    def leave(self, call: Call, *, delivered: bool) -> None:
+    def disconnect(self, call: Call, *, delivered: bool) -> None:
         """Note that a connection is done with a call."""
         call.clients -= 1
         if delivered and not call.delivered:
