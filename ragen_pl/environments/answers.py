@@ -102,8 +102,12 @@ class AnswerReader:
             )
         raw, given, terminated, truncated, info = answer
         reward = self._reward(given, reward_range)
+        info = dict(info)
         outcome = info.get(AnswerOutcome.KEY)
-        is_program = isinstance(outcome, AnswerOutcome)
+        if isinstance(outcome, AnswerOutcome):
+            del info[AnswerOutcome.KEY]
+        else:
+            outcome = AnswerOutcome()
         return Step(
             raw=raw,
             reward=reward,
@@ -117,10 +121,8 @@ class AnswerReader:
             action_is_effective=self._flag(
                 info.get("action_is_effective", True), "info['action_is_effective']"
             ),
-            answer=outcome if is_program else AnswerOutcome(),
-            info={
-                name: info[name] for name in info if not (is_program and name == AnswerOutcome.KEY)
-            },
+            answer=outcome,
+            info=info,
         )
 
     def observation(self, raw: object) -> Observation:

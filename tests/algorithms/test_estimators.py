@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ragen_pl.algorithms import credit as credit_module
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.advantages.gae import MaskedGAE, masked_gae
 from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
@@ -167,3 +168,7 @@ def test_credit_rejects_inconsistent_tensors(changes, message) -> None:
 def test_estimators_reject_parameters_outside_their_range(make) -> None:
     with pytest.raises(ValueError, match="expected a number, at least 0 and at most 1"):
         make()
+
+
+def test_the_inputs_are_importable_by_their_former_name() -> None:
+    assert credit_module.Credit is AdvantageInputs

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from ragen_pl.environments.answers import AnswerReader
+from ragen_pl.trajectory import AnswerOutcome
 
 READER = AnswerReader(target="mine.Env")
 SOUND = {"reward": 1.0, "terminated": False, "truncated": False, "info": {}}
@@ -69,6 +70,13 @@ def test_numbers_and_truth_values_of_libraries_are_taken(one):
 def test_what_info_leaves_out_has_defaults():
     step = read()
     assert (step.success, step.action_is_valid, step.action_is_effective) == (None, True, True)
+
+
+def test_only_a_typed_outcome_is_taken_out_of_info():
+    outcome, own = AnswerOutcome(delivered=False), {AnswerOutcome.KEY: {"delivered": False}}
+    step = read(info={AnswerOutcome.KEY: outcome, "delivered": 3})
+    assert step.answer is outcome and step.info == {"delivered": 3}
+    assert read(info=own).info == own and read(info=own).answer.delivered
 
 
 GRAY = np.arange(84 * 60, dtype=np.uint8).reshape(84, 60)
