@@ -313,7 +313,7 @@ class RecordDataModule(WarmStartDataModule):
         turn.response_ids = context.encode_response(turn.response)
         pieces = context.pieces(turn.response_ids)
         turn.response = "".join(pieces)
-        text = context.opening + turn.response
+        text = context.generation_prefix + turn.response
         parsed = parse_response(
             text,
             state.action_names,
@@ -321,7 +321,7 @@ class RecordDataModule(WarmStartDataModule):
             prompt_format=environments.prompt_format,
             start=context.words_start(text),
         )
-        ends = len(context.opening) + np.cumsum([len(piece) for piece in pieces])
+        ends = len(context.generation_prefix) + np.cumsum([len(piece) for piece in pieces])
         turn.spans = label_tokens(parsed, ends.tolist(), end_sampled=True)
         turn.valid = turn.effective = parsed.valid
         names = state.action_names or ()
