@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -41,7 +40,8 @@ class TaskScore:
         if self.last is None or self.fast is None or self.slow is None:
             return _UNSEEN[rule]
         if rule == "pools":
-            return pool_weights[min(bisect_left(thresholds, self.last), len(pool_weights) - 1)]
+            below = sum(self.last > threshold for threshold in thresholds)
+            return pool_weights[min(below, len(pool_weights) - 1)]
         if rule == "learnability":
             return self.last * (1.0 - self.last)
         return abs(self.fast - self.slow)

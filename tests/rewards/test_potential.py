@@ -15,13 +15,12 @@ from envs.policies import NoisyPolicy, OptimalPolicy
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
 from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.credit import Credit
-from ragen_pl.algorithms.potential_shaping import shaping_terms
 from ragen_pl.assembly.component_checks import check_components
 from ragen_pl.config import ConfigError
 from ragen_pl.environments.calls import make_environment
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.rewards.potential import PotentialShaping
+from ragen_pl.rewards.potential import PotentialShaping, shaping_terms
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.trajectory import EpisodeStatus
