@@ -138,6 +138,11 @@ def read_episodes(settings: RecordSettings) -> list[RecordedEpisode]:
         ValueError: a path is not there, a file is a link or no plain file, or a line is neither a record nor a
             conversation.
     """
+    if not settings.paths:
+        raise ValueError(
+            f"{RECORDS}.path has no value; set it to the folder of a run, an evaluation or an iteration "
+            "(RUN/trajectories/iteration_0000), or to a JSONL file of conversations"
+        )
     episodes, failed = [], 0
     for path in settings.paths:
         for file in _files(path):

@@ -127,11 +127,6 @@ class RecordSettings:
         records = node.get("records")
         if not records or not node.get("enabled") or node.get("weights") is not None:
             return
-        if not records.get("path"):
-            yield (
-                "warm_start.records.path has no value; set it to the folder of a run, an evaluation or an iteration "
-                "(RUN/trajectories/iteration_0000), or to a JSONL file of conversations"
-            )
         if records.get("rule") == "threshold" and records.get("threshold") is None:
             yield "warm_start.records.threshold=null: the rule threshold needs the lowest return; set a number"
         leave_out = (cfg.get("context") or {}).get("leave_out")

@@ -471,7 +471,6 @@ def test_records_are_checked_before_there_is_a_model(lm, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "warm_start.records.path has no value"),
         (["warm_start.records.rule=threshold"], "warm_start.records.threshold=null: the rule"),
         (["context.window=all", "context.leave_out.turns=0.5"], "context.leave_out: what a prompt"),
         (["env=program", "env.command=[agent]"], "warm_start=records: records of agent programs"),
