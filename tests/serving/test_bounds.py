@@ -171,9 +171,28 @@ def test_a_result_with_a_name_given_twice_among_many_is_refused_at_once():
     assert processor_s(read) < 2.0
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [5] * 100_000}]},
+        {"messages": [{"role": "assistant", "tool_calls": [5] * 100_000}]},
+        {"messages": [5] * 100_000},
+        {"messages": [{"role": "user"}], "stop": [5] * 100_000},
+        {"messages": [{"role": "user"}], "tools": [5] * 100_000},
+    ],
+)
+def test_the_first_wrong_item_is_the_last_that_is_read(body):
+    def read() -> None:
+        with pytest.raises(RequestError, match="5"):
+            read_request(body, ImageReader())
+
+    # all of them took 2 s
+    assert processor_s(read) < 0.1
+
+
 def test_items_of_the_responses_api_are_bounded():
     items = [{"role": "user", "content": "a"}]
     with pytest.raises(RequestError, match="found 5000, expected at most 4096"):
         read_responses_request({"input": items * 5000}, ImageReader())
-    with pytest.raises(RequestError, match="found 20000 items"):
+    with pytest.raises(RequestError, match="found 20000, expected at most 16384"):
         read_responses_request({"input": items * 20_000}, ImageReader())

@@ -258,6 +258,18 @@ def test_ignored_without_a_line(server, caplog):
         ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "cannot be continued"),
         ({"messages": [{"role": "user"}] * 5000}, "5000"),
+        (
+            {
+                "messages": [
+                    HELLO["messages"][0],
+                    {"role": "user", "content": [{"type": "text", "text": 5}]},
+                ]
+            },
+            "messages[1].content[0].text=5: expected a text",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools[0].function=None: expected a value"),
+        ({"stop": ["a", 5]}, "stop[1]=5: expected a text"),
+        ({"temperature": 10**400}, "expected a number"),
     ],
 )
 def test_refused_by_name(server, body, named):

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from ragen_pl.base.typed_json import TypeFault, shown, typed
+
+T = TypeVar("T")
+UNSUPPORTED = "unsupported_value"
 
 _LONGEST = 2000
 
@@ -43,12 +52,38 @@ class RequestError(Exception):
 
 def unsupported(name: str, value: object, remedy: str) -> RequestError:
     """Return the error of a parameter that cannot be honoured."""
-    return RequestError(
-        400, f"{name}={shown(value)} is not supported; {remedy}", code="unsupported_value"
-    )
+    return RequestError(400, f"{name}={shown(value)} is not supported; {remedy}", code=UNSUPPORTED)
 
 
-def shown(value: object) -> str:
-    """Return a value of a request for a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+def only(*accepted: object, remedy: str) -> AfterValidator:
+    """Return the metadata of a parameter that can be honoured for some values only; without any, for empty ones."""
+
+    def check(value: object) -> object:
+        if value not in accepted if accepted else value:
+            raise PydanticCustomError(UNSUPPORTED, "{remedy}", {"remedy": remedy})
+        return value
+
+    return AfterValidator(check)
+
+
+def read_as(kind: type[T], body: Mapping[str, Any]) -> tuple[dict[str, Any], T]:
+    """Return the parameters of a request that are not null, as they are and with the types of their fields.
+
+    Args:
+        kind: a typed dictionary that has all parameters.
+        body: JSON of the request.
+
+    Raises:
+        RequestError: one is not known or has another type; with the place, the value and what was expected.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    if unknown := given.keys() - kind.__annotations__.keys():
+        raise unsupported(min(unknown), given[min(unknown)], "leave it out")
+    try:
+        return given, typed(kind, given)
+    except TypeFault as fault:
+        if fault.kind == UNSUPPORTED:
+            raise unsupported(fault.place, fault.found, fault.expected) from None
+        is_unsupported = fault.kind in ("literal_error", "union_tag_invalid")
+        code = UNSUPPORTED if is_unsupported else "invalid_request"
+        raise RequestError(400, str(fault), code=code) from None

@@ -9,54 +9,102 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal, Required
+
+from annotated_types import MaxLen
+from typing_extensions import TypedDict
 
 from ragen_pl.agent_programs.serving.chat_request import (
     MAX_MESSAGES,
     ClientRequest,
-    positive_count,
     read_request,
 )
 from ragen_pl.agent_programs.serving.chat_response import Answer, logprob_items
-from ragen_pl.agent_programs.serving.errors import RequestError, unsupported
+from ragen_pl.agent_programs.serving.errors import only, read_as
 from ragen_pl.agent_programs.serving.images import ImageReader
 from ragen_pl.agent_programs.serving.protocol import Protocol
+from ragen_pl.base.constraints import Count
+from ragen_pl.base.typed_json import FIRST_FAULT
 
 # a message may be of several
 MAX_ITEMS = 4 * MAX_MESSAGES
-# of the same meaning in a chat request
-_SAME = (
-    "metadata",
-    "model",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "reasoning",
-    "safety_identifier",
-    "seed",
-    "service_tier",
-    "store",
-    "stream",
-    "temperature",
-    "min_p",
-    "tool_choice",
-    "top_k",
-    "top_logprobs",
-    "top_p",
-    "user",
-)
-_REFUSED = {
-    "previous_response_id": "send the whole history as input",
-    "conversation": "send the whole history as input",
-    "background": "wait for the response",
-    "prompt": "send instructions and input",
-    "max_tool_calls": "leave it out; there are no built-in tools",
-    "context_management": "send the history that the model is to see",
-}
-_READ = {"input", "instructions", "tools", "text", "max_output_tokens"}
-# of no meaning without state
-_IGNORED = {"include", "stream_options", "truncation"}
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "text", "top_p")
+_HISTORY = Annotated[Any, only(remedy="send the whole history as input")]
+
+
+class _Part(TypedDict, total=False):
+    type: Literal[
+        "input_text",
+        "output_text",
+        "text",
+        "refusal",
+        "input_image",
+        "reasoning_text",
+        "summary_text",
+    ]
+    text: str | None
+    refusal: str
+    image_url: Any
+    file_id: Annotated[Any, only(remedy="send an input_image with an image_url")]
+
+
+_Content = str | Annotated[list[_Part], FIRST_FAULT] | None
+
+
+class _Item(TypedDict, total=False):
+    """Item of any type; what its type lacks is refused as a part of a chat request."""
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"]
+    role: Any
+    content: _Content
+    summary: _Content
+    call_id: Any
+    name: Any
+    arguments: Any
+    output: _Content
+
+
+class _Same(TypedDict, total=False):
+    """Parameters of the same meaning in a chat request."""
+
+    metadata: Any
+    model: Any
+    parallel_tool_calls: Any
+    prompt_cache_key: Any
+    prompt_cache_retention: Any
+    reasoning: Any
+    safety_identifier: Any
+    seed: Any
+    service_tier: Any
+    store: Any
+    stream: Any
+    temperature: Any
+    min_p: Any
+    tool_choice: Any
+    top_k: Any
+    top_logprobs: Any
+    top_p: Any
+    user: Any
+
+
+class _Parameters(_Same, total=False):
+    """All parameters; none is null."""
+
+    input: Required[str | Annotated[list[_Item], MaxLen(MAX_ITEMS), FIRST_FAULT]]
+    instructions: str
+    tools: Annotated[list[dict[str, Any]], FIRST_FAULT]
+    text: dict[str, Any]
+    max_output_tokens: Count
+    include: list[Any]
+    # of no meaning without state
+    stream_options: Any
+    truncation: Any
+    previous_response_id: _HISTORY
+    conversation: _HISTORY
+    background: Annotated[Any, only(remedy="wait for the response")]
+    prompt: Annotated[Any, only(remedy="send instructions and input")]
+    max_tool_calls: Annotated[Any, only(remedy="leave it out; there are no built-in tools")]
+    context_management: Annotated[Any, only(remedy="send the history that the model is to see")]
 
 
 def read_responses_request(
@@ -67,20 +115,17 @@ def read_responses_request(
     Raises:
         RequestError: a parameter is not valid or cannot be honoured.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, remedy in _REFUSED.items():
-        if given.get(name):
-            raise unsupported(name, given[name], remedy)
-    known = _READ | _IGNORED | _REFUSED.keys() | set(_SAME)
-    if unknown := given.keys() - known:
-        raise unsupported(min(unknown), given[min(unknown)], "leave it out")
-    chat = {name: given[name] for name in _SAME if name in given}
-    chat["messages"] = _messages(given)
-    chat["tools"] = _chat_tools(given.get("tools", []))
-    chat |= _text_settings(given.get("text", {}))
-    include = given.get("include", [])
-    chat["logprobs"] = isinstance(include, list) and "message.output_text.logprobs" in include
-    chat["max_completion_tokens"] = positive_count(given, "max_output_tokens")
+    given, parameters = read_as(_Parameters, body)
+    chat: dict[str, Any] = {name: given[name] for name in _Same.__annotations__ if name in given}
+    tools, text = parameters.get("tools", []), parameters.get("text", {})
+    chat |= {
+        "messages": _messages(parameters),
+        "tools": [{"type": tool.get("type"), "function": tool} for tool in tools],
+        "response_format": text.get("format"),
+        "verbosity": text.get("verbosity"),
+        "logprobs": "message.output_text.logprobs" in parameters.get("include", []),
+        "max_completion_tokens": parameters.get("max_output_tokens"),
+    }
     client = read_request(chat, images, unconstrained=unconstrained, train=train)
     echo = {name: given.get(name) for name in _ECHOED} | {
         "tools": given.get("tools", []),
@@ -189,50 +234,38 @@ def _output(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(given: _Parameters) -> list[dict[str, Any]]:
     """Return instructions and input as messages of a chat request."""
     messages: list[dict[str, Any]] = []
-    instructions, items = given.get("instructions"), given.get("input")
-    if instructions is not None:
-        if not isinstance(instructions, str):
-            raise RequestError(400, "instructions: expected a text")
+    if (instructions := given.get("instructions")) is not None:
         messages.append({"role": "system", "content": instructions})
+    items = given["input"]
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
-    if not isinstance(items, list):
-        raise RequestError(400, "input: expected a text or a list of items")
-    if len(items) > MAX_ITEMS:
-        raise RequestError(400, f"input: found {len(items)} items, expected at most {MAX_ITEMS}")
-    for number, item in enumerate(items):
-        _add(messages, item, where=f"input[{number}]")
+    for item in items:
+        _add(messages, item)
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: object, *, where: str) -> None:
+def _add(messages: list[dict[str, Any]], item: _Item) -> None:
     """Add an item to the messages. The items of a response make one message."""
-    if not isinstance(item, Mapping):
-        raise RequestError(400, f"{where}: expected an object")
     kind = item.get("type", "message")
-    if kind == "message" and item.get("role") != "assistant":
-        content = _content(item.get("content"), where)
-        messages.append({"role": item.get("role"), "content": content})
-    elif kind == "message":
-        _assistant(messages, before=("content", "tool_calls"))["content"] = _content(
-            item.get("content"), where
-        )
-    elif kind == "reasoning":
+    if kind == "reasoning":
         message = _assistant(messages, before=("reasoning_content", "content", "tool_calls"))
-        message["reasoning_content"] = _reasoning(item, where)
+        message["reasoning_content"] = _reasoning(item.get("content") or item.get("summary") or "")
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = _content(item.get("output"), where)
+        output = _content(item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     else:
-        remedy = "send message, reasoning, function_call and function_call_output items"
-        raise unsupported(f"{where}.type", kind, remedy)
+        if item.get("role") == "assistant":
+            message = _assistant(messages, before=("content", "tool_calls"))
+        else:
+            messages.append(message := {"role": item.get("role")})
+        message["content"] = _content(item.get("content"))
 
 
 def _assistant(messages: list[dict[str, Any]], before: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -244,49 +277,22 @@ def _assistant(messages: list[dict[str, Any]], before: tuple[str, ...] = ()) -> 
     return last
 
 
-def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """Return the text of a reasoning item, or of its summary where it has none."""
-    parts = item.get("content") or item.get("summary") or []
-    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        raise RequestError(400, f"{where}: expected a list of texts")
-    return "".join(str(part.get("text") or "") for part in parts)
+def _reasoning(given: str | list[_Part]) -> str:
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in given)
 
 
-def _content(given: object, where: str) -> object:
+def _content(given: _Content) -> object:
     """Return a content as that of a chat message."""
-    if not isinstance(given, list):
-        return given
-    return [_part(part, where) for part in given]
+    return given if given is None or isinstance(given, str) else [_part(part) for part in given]
 
 
-def _part(given: object, where: str) -> dict[str, Any]:
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    if isinstance(given, Mapping) and kind in ("input_text", "output_text", "text"):
-        return {"type": "text", "text": given.get("text")}
-    if isinstance(given, Mapping) and kind == "refusal":
-        return {"type": "refusal", "refusal": given.get("refusal")}
-    if isinstance(given, Mapping) and kind == "input_image" and not given.get("file_id"):
+def _part(given: _Part) -> Mapping[str, Any]:
+    kind = given.get("type")
+    if kind == "input_image":
         return {"type": "image_url", "image_url": {"url": given.get("image_url")}}
-    raise unsupported(f"{where}.content type", kind, "send input_text and input_image parts")
-
-
-def _chat_tools(given: object) -> object:
-    """Return flat tools as those of a chat request; what is none is refused there."""
-    if not isinstance(given, list):
-        return given
-    return [
-        {"type": "function", "function": dict(tool)}
-        if isinstance(tool, Mapping) and tool.get("type") == "function"
-        else tool
-        for tool in given
-    ]
-
-
-def _text_settings(given: object) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise RequestError(400, f"text={given!r}: expected an object")
-    settings = {"response_format": given.get("format"), "verbosity": given.get("verbosity")}
-    return {name: value for name, value in settings.items() if value is not None}
+    if kind in ("input_text", "output_text"):
+        return {"type": "text", "text": given.get("text")}
+    return given
 
 
 RESPONSES = Protocol(

@@ -5,30 +5,57 @@ Many chat templates show no ids: the policy knows by the order alone which resul
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
-from ragen_pl.agent_programs.serving.errors import RequestError, shown, unsupported
+from annotated_types import MinLen
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from ragen_pl.agent_programs.serving.errors import RequestError, unsupported
 from ragen_pl.agent_programs.serving.strict_json import (
     MAX_VALUES,
     number_of_values,
     strict_json,
 )
+from ragen_pl.base.typed_json import shown
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-def read_tools(given: object) -> list[dict[str, Any]]:
-    """Return the schemas of the tools that a request offers, each with a name of its own.
+class _CalledFunction(TypedDict):
+    name: _Name
+    arguments: NotRequired[Any]
+
+
+class ToolCall(TypedDict):
+    """A call in an assistant's message."""
+
+    id: Annotated[str, MinLen(1)]
+    function: _CalledFunction
+
+
+class _Function(TypedDict):
+    name: _Name
+    description: NotRequired[Any]
+    parameters: NotRequired[dict[str, Any] | None]
+
+
+class Tool(TypedDict):
+    """A tool that a request offers."""
+
+    type: Literal["function"]
+    function: _Function
+
+
+def read_tools(given: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the schemas of tools.
 
     Raises:
-        RequestError: they are none.
+        RequestError: two have the same name.
     """
-    if not isinstance(given, list) or len(given) > MAX_TOOLS:
-        raise RequestError(400, f"tools: expected a list of at most {MAX_TOOLS}")
-    tools = [_tool(number, tool) for number, tool in enumerate(given)]
+    tools = [_tool(tool["function"]) for tool in given]
     names = [tool["function"]["name"] for tool in tools]
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -39,19 +66,25 @@ def read_tools(given: object) -> list[dict[str, Any]]:
     return tools
 
 
-def read_tool_choice(given: object, tools: list[dict[str, Any]]) -> object:
+def _tool(function: _Function) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "description": str(function.get("description") or ""),
+            "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+        },
+    }
+
+
+def read_tool_choice(given: str | dict[str, Any], tools: list[dict[str, Any]]) -> object:
     """Return which tools a response is to call: `auto`, `none`, `required`, or an object that names one.
 
     Raises:
         RequestError: it is no such choice.
     """
-    if given in ("auto", "none", "required"):
+    if isinstance(given, str):
         return given
-    if not isinstance(given, Mapping):
-        raise RequestError(
-            400,
-            f"tool_choice={shown(given)}: expected auto, none, required or an object that names a function",
-        )
     if given.get("type") != "function":
         raise unsupported("tool_choice", given, "send auto, none, required or a function")
     # the Responses API has the name beside the type
@@ -71,25 +104,15 @@ class CallReader:
     def __init__(self) -> None:
         self._values = 0
 
-    def read(self, where: str, given: object) -> dict[str, Any]:
-        """Return a call of an assistant's message, see `ChatRequest.messages`.
+    def read(self, where: str, given: ToolCall) -> dict[str, Any]:
+        """Return a call as `ChatRequest.messages` has it.
 
         Raises:
-            RequestError: it is none, or the arguments of all calls so far have too many values.
+            RequestError: the arguments of all calls so far have too many values.
         """
-        function = given.get("function") if isinstance(given, Mapping) else None
-        if not isinstance(given, Mapping) or not isinstance(function, Mapping):
-            raise RequestError(400, f"{where}.tool_calls: expected calls of functions")
-        name, call_id = function.get("name"), given.get("id")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise RequestError(400, f"{where}.tool_calls: found the name {shown(name)}")
-        if not isinstance(call_id, str) or not call_id:
-            raise RequestError(400, f"{where}.tool_calls: found the id {shown(call_id)} of {name}")
-        return {
-            "id": call_id,
-            "name": name,
-            "arguments": self._arguments(where, function.get("arguments")),
-        }
+        function = given["function"]
+        arguments = self._arguments(where, function.get("arguments"))
+        return {"id": given["id"], "name": function["name"], "arguments": arguments}
 
     def _arguments(self, where: str, given: object) -> Any:
         """Return the arguments of a call as an object, or as text where they are none."""
@@ -174,26 +197,3 @@ def _matched(
                 "message for each call right after the message with the calls",
             )
     return [results[call_id] | {"name": name} for call_id, name in names.items()]
-
-
-def _tool(number: int, given: object) -> dict[str, Any]:
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if kind != "function" or not isinstance(function, Mapping):
-        raise unsupported(f"tools[{number}].type", kind, "send functions")
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(
-            400,
-            f"tools[{number}].function.name={name!r}: expected letters, digits, _, . and -, at most 64",
-        )
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(400, f"tools[{number}].function.parameters: expected a JSON schema")
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": str(function.get("description") or ""),
-            "parameters": parameters or {"type": "object", "properties": {}},
-        },
-    }
