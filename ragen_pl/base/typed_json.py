@@ -99,7 +99,7 @@ def _fault(error: ErrorDetails, value: Any) -> tuple[tuple[int, bool], TypeFault
     if kind in ("missing", "union_tag_invalid", "union_tag_not_found"):
         name = context["discriminator"][1:-1] if context else error["loc"][-1]
         place, value, depth = f"{place}.{name}", value.get(name), depth + 1
-    words = _EXPECTED.get(kind, error["msg"]).format_map(context)
+    words = _EXPECTED.get(kind, error["msg"]).format_map(context).replace("'", "")
     has_type = not kind.endswith("_type") and kind != "literal_error"
     return (depth, has_type), TypeFault(place.removeprefix("."), value, words, kind)
 
