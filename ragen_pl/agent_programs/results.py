@@ -8,15 +8,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from ragen_pl.agent_programs.serving.rewards import ResponseRewards, reward_parts
 from ragen_pl.agent_programs.serving.strict_json import strict_json
+from ragen_pl.base.typed_json import TypeFault, typed
 from ragen_pl.trajectory import REWARD_PART
 
-_KNOWN = ("reward", "success", "rewards", "invalid", "info")
 # of a result, which is read while other programs wait
 _MAX_VALUES = 100_000
 # characters of the JSON of `info`, which the trainer keeps with the trajectory
 _MAX_INFO = 1 << 20
+
+
+class _Result(TypedDict, total=False):
+    reward: Any
+    success: bool
+    # names with lone surrogates have errors of their own
+    rewards: dict[Any, Any]
+    invalid: list[Any]
+    info: dict[Any, Any]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +71,7 @@ def read_result(
             'the program reported no result; write JSON such as {"reward": 1.0, "success": true} to the file '
             "$RAGEN_RESULT, return it from the function, or set env.verifier"
         )
-    given = {} if text is None else _object(text)
+    given = _Result() if text is None else _object(text)
     rewards = ResponseRewards(posted)
     for call_id, reward in given.get("rewards", {}).items():
         _turn(turns, call_id)
@@ -69,10 +80,7 @@ def read_result(
         terms = {REWARD_PART + name: value for name, value in parts.items()}
         result.rewards_of[_turn(turns, call_id)] = terms
     result.parts = reward_parts(given.get("reward", 0.0), "result: reward")
-    success = given.get("success", False)
-    if not isinstance(success, bool):
-        raise ValueError(f"result: success={success!r:.100}, expected true or false")
-    result.success = success
+    result.success = given.get("success", False)
     result.invalid_turns = [_turn(turns, call_id) for call_id in given.get("invalid", [])]
     result.info = dict(given.get("info", {}))
     if text is not None:
@@ -82,23 +90,21 @@ def read_result(
     return result
 
 
-def _object(text: str) -> Mapping[str, Any]:
+def _object(text: str) -> _Result:
     if sum(map(text.count, ",[{")) > _MAX_VALUES:
         raise ValueError(f"result: it has more than {_MAX_VALUES} values")
     try:
         given = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"result: no JSON ({error})") from error
-    if not isinstance(given, Mapping):
-        raise ValueError(f"result: found {type(given).__name__}, expected an object")
-    if unknown := given.keys() - set(_KNOWN):
-        raise ValueError(
-            f"result: {_shown(min(unknown))} is not known; known are {', '.join(_KNOWN)}"
-        )
-    for name, kind in (("rewards", Mapping), ("info", Mapping), ("invalid", list)):
-        if not isinstance(given.get(name, kind() if kind is list else {}), kind):
-            raise ValueError(f"result: {name} has the wrong type")
-    return given
+    try:
+        result = typed(_Result, given)
+    except TypeFault as fault:
+        raise ValueError(f"result: {fault}") from None
+    if unknown := given.keys() - _Result.__annotations__.keys():
+        known = ", ".join(_Result.__annotations__)
+        raise ValueError(f"result: {_shown(min(unknown))} is not known; known are {known}")
+    return result
 
 
 def _check_whole(text: str) -> None:

@@ -65,7 +65,8 @@ from ragen_pl.trajectory import EpisodeStatus
         ("ask('a'); report(reward={'a\\nb': 1})", "has a part named"),
         ("ask('a'); report(reward={str(n): 1 for n in range(65)})", "has 65 parts"),
         ("ask('a'); report(reward=1, invalid=[['x']])", "the id of no response"),
-        ("ask('a'); report(reward=1, success=1)", "success=1, expected true or false"),
+        ("ask('a'); report(reward=1, success=1)", "success=1: expected true or false"),
+        ("ask('a'); report(reward=1, invalid='x')", "result: invalid='x': expected a list"),
     ],
 )
 def test_an_episode_without_a_result_fails_with_the_reason(play, script, body, found):
