@@ -37,10 +37,11 @@ def is_loopback(host: str) -> bool:
 def names_loopback(place: str) -> bool:
     """Return whether a host with a port, or the address of an origin, names this machine."""
     try:
-        host = urllib.parse.urlsplit(place if "//" in place else f"//{place}").hostname
+        parts = urllib.parse.urlsplit(place if "//" in place else f"//{place}")
     except ValueError:
         return False
-    return host is not None and is_loopback(host)
+    host = parts.hostname
+    return host is not None and is_loopback(host) and "@" not in parts.netloc
 
 
 def bearer_key(headers: Headers) -> str:

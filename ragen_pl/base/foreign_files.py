@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 import zipfile
@@ -21,12 +22,15 @@ except ImportError:  # PyYAML without libyaml
 # of a file of settings: bytes, values, levels, and digits of a number
 _SETTINGS_BYTES, _SETTINGS_VALUES, _SETTINGS_DEPTH, _DIGITS = 1 << 18, 20_000, 64, 300
 _NUMBER = re.compile(r"[-+.0-9]\S*")
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 # of a description of a model
 _DESCRIPTION_BYTES = 1 << 26
 # files of a model's folder whose texts are a vocabulary
 _VOCABULARY = ("tokenizer.json", "vocab.json", "added_tokens.json")
 # names that a library notes and opens nothing by
 _NOTES = ("_name_or_path", "name_or_path")
+# transformers makes a name for each when it reads a config
+_LABELS, _MAX_LABELS = "num_labels", 1_000_000
 _ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
 # weights in a pickle, a file of `torch.save`
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -41,7 +45,12 @@ class ForeignFileError(ValueError):
 
 def is_inside(folder: Path, file: Path) -> bool:
     """Return whether a file is a plain one inside a folder, whatever links lead to it."""
-    return file.is_file() and file.resolve().is_relative_to(folder.resolve())
+    return file.is_file() and _real(file).is_relative_to(_real(folder))
+
+
+def _real(path: Path) -> Path:
+    """Return a path without links. One of links that lead to each other stays."""
+    return Path(os.path.realpath(path))
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -54,18 +63,24 @@ def _entries(folder: Path) -> Iterator[Path]:
                 folders.append(entry)
 
 
-def link_in(folder: Path) -> Path | None:
-    """Return a link in a folder that leads out of it, None if there is none."""
-    return next(
-        (path for path in _entries(folder) if path.is_symlink() and not _is_of(folder, path)), None
-    )
+def unsafe_entry(folder: Path) -> str | None:
+    """Return, as a clause, a link in a folder that leads out of it, or what is no plain file; None if there is none.
+
+    Whoever opens a pipe waits for ever.
+    """
+    for path in _entries(folder):
+        if path.is_symlink() and not _is_of(folder, path):
+            return f"{path} is a link that leads out of the folder"
+        if not (path.is_symlink() or path.is_file() or path.is_dir()):
+            return f"{path} is no plain file"
+    return None
 
 
 def _is_of(folder: Path, path: Path) -> bool:
     """Return whether a path leads into a folder; that of a hub's snapshot includes the blobs of its cache."""
-    within = folder.resolve()
+    within = _real(folder)
     blobs = within.parent.parent / "blobs" if within.parent.name == "snapshots" else within
-    return any(map(path.resolve().is_relative_to, (within, blobs)))
+    return any(map(_real(path).is_relative_to, (within, blobs)))
 
 
 def check_plain(path: Path) -> None:
@@ -92,9 +107,9 @@ def settings_text(file: Path) -> str:
         data = stream.read(_SETTINGS_BYTES + 1)
     if len(data) > _SETTINGS_BYTES:
         raise ForeignFileError(f"{file} has more than {_SETTINGS_BYTES} bytes")
-    text = data.decode("utf-8", errors="replace")
     depth = values = 0
     try:
+        text = data.decode()
         for event in yaml.parse(text, Loader=PlainLoader):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -117,7 +132,8 @@ def settings_text(file: Path) -> str:
 
 def _is_long_number(scalar: yaml.ScalarEvent) -> bool:
     is_plain = bool(scalar.implicit[0])
-    return is_plain and len(scalar.value) > _DIGITS and _NUMBER.fullmatch(scalar.value) is not None
+    looks_so = is_plain and _NUMBER.fullmatch(scalar.value) is not None
+    return len(scalar.value) > _DIGITS and (looks_so or scalar.tag in _NUMBERS)
 
 
 def plain_json(text: str | bytes) -> Any:
@@ -127,6 +143,17 @@ def plain_json(text: str | bytes) -> Any:
         ValueError: it is none, or is nested too deeply.
     """
     return from_json(text)
+
+
+def json_object(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file, None where there is none: the file may be damaged, or no plain one."""
+    try:
+        if not file.is_file() or file.stat().st_size > _DESCRIPTION_BYTES:
+            return None
+        found = plain_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def archive_problem(file: Path | bytes) -> str | None:
@@ -262,8 +289,8 @@ def model_folder_problem(folder: Path) -> str | None:
 
     Libraries open what the folder's descriptions (`config.json`, `tokenizer_config.json`, lists of weights) name.
     """
-    if (link := link_in(folder)) is not None:
-        return f"{link} is a link that leads out of the folder"
+    if (unsafe := unsafe_entry(folder)) is not None:
+        return unsafe
     for file in sorted(folder.glob("*.json")):
         if file.name in _VOCABULARY:
             continue
@@ -280,6 +307,9 @@ def model_folder_problem(folder: Path) -> str | None:
                 return f"{file}: {key}={text[:200]} is a file outside of the folder"
             if key == "use_pretrained_backbone":
                 return f"{file}: {key}=true loads another model"
+        labels = described.get(_LABELS) if isinstance(described, dict) else None
+        if isinstance(labels, int) and labels > _MAX_LABELS:
+            return f"{file}: {_LABELS}={labels}: expected at most {_MAX_LABELS}"
     pickles = sorted(file for pattern in _PICKLES for file in folder.glob(pattern))
     for file in pickles:
         if (problem := archive_problem(file) or pickle_problem(file)) is not None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ragen_pl.base.foreign_files import archive_problem, pickle_problem
+from ragen_pl.base.foreign_files import archive_problem, json_object, pickle_problem
 from ragen_pl.checkpoints.pickle_outline import class_in, entry_of, items_of, place_of
 
 FILES = "files.json"
@@ -141,9 +140,8 @@ def _problem_of_folder(folder: Path, *, values: bool) -> str | None:
     if not folder.is_dir():
         return f"the checkpoint's folder {folder} is not there"
     listed = folder / FILES
-    try:
-        sizes = json.loads(listed.read_text()) if listed.exists() else {}
-    except ValueError:
+    sizes = json_object(listed) if listed.exists() else {}
+    if sizes is None:
         return f"{listed} is damaged"
     for name, size in sizes.items():
         file = folder / name

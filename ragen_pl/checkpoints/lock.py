@@ -107,5 +107,5 @@ def _holder(file: IO[str]) -> str:
     try:
         holder = json.load(file)
         return f"process {holder['pid']} on {holder['host']} (since {holder['since']})"
-    except (ValueError, KeyError, TypeError):  # it is just being written
+    except (ValueError, KeyError, TypeError, RecursionError):  # it is just being written
         return "another process"

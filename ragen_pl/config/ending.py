@@ -16,8 +16,10 @@ from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation
 
 Result = TypeVar("Result")
 
+# something else is where a file or folder belongs
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP)
 _DISK_ERRORS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, *_IN_THE_WAY,
 )  # fmt: skip
 
 
@@ -88,4 +90,5 @@ def or_exit(action: Callable[[], Result]) -> Result:
 
 def _disk_error(error: OSError) -> str:
     place = error.filename or "a file of the run"
-    return f"{place}: {error.strerror}; make room or change its rights, or set paths.root=…"
+    remedy = "move it away" if error.errno in _IN_THE_WAY else "make room or change its rights"
+    return f"{place}: {error.strerror}; {remedy}, or set paths.root=…"

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from ragen_pl.base.settings_files import FIRST, newest_settings, number_of, settings_file
 from ragen_pl.config.check import leaves
-from ragen_pl.config.trust import write_settings
+from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.trust import run_settings, write_settings
 
 # keys of the start itself
 _OF_THE_START = ("ckpt_path", "paths.run_dir", "paths.root")
@@ -39,13 +38,11 @@ def keep_settings(cfg: DictConfig, folder: Path, *, resumed: bool) -> tuple[Path
         return first, None
     before = newest_settings(folder)
     try:
-        earlier = OmegaConf.to_container(OmegaConf.load(before))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
-        earlier = None
-    if not isinstance(earlier, Mapping):
+        earlier = run_settings(before)
+    except ConfigError as error:
         return (
             before,
-            f"{before}: can't be read, so the settings are not compared with those of the run's last start",
+            f"{error}; so the settings are not compared with those of the run's last start",
         )
     present = OmegaConf.to_container(cfg, resolve=True)
     changes = list(_changes(dict(leaves(earlier)), dict(leaves(present))))

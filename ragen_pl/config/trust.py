@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hmac
+import io
 import os
 import re
 import secrets
@@ -25,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
-from ragen_pl.base.foreign_files import link_in, model_folder_problem
+from ragen_pl.base.foreign_files import model_folder_problem, settings_text, unsafe_entry
 from ragen_pl.base.former_names import current
 from ragen_pl.config.check import class_path
 from ragen_pl.config.errors import ConfigError
@@ -118,6 +120,24 @@ def _key(*, make: bool) -> bytes:
     return b""
 
 
+def run_settings(file: Path) -> dict[str, Any]:
+    """Return the settings in a file; one of somebody else is read within limits.
+
+    Raises:
+        ConfigError: it cannot be read, or holds none.
+    """
+    try:
+        # OmegaConf copies what an alias stands for
+        source = file if is_own(file) else io.StringIO(settings_text(file))
+        settings = OmegaConf.to_container(OmegaConf.load(source))
+    except Exception as error:
+        # YAML errors have no common base class that omegaconf exports
+        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file}: expected settings, found {type(settings).__name__}")
+    return {str(key): value for key, value in settings.items()}
+
+
 def check_settings(
     settings: Mapping[str, Any],
     *,
@@ -150,7 +170,7 @@ def check_settings(
 
 
 def check_folder(folder: Path | None, *, key: str, is_model: bool = False) -> None:
-    """Check that nothing in a folder that somebody else may have written leads out of it.
+    """Check that nothing in a folder that somebody else may have written leads out of it, or never ends.
 
     Args:
         folder: a run's folder, or a model's.
@@ -163,9 +183,7 @@ def check_folder(folder: Path | None, *, key: str, is_model: bool = False) -> No
     if folder is None or not folder.is_dir():
         return
     try:
-        link = None if is_model else link_in(folder)
-        problem = f"{link} is a link that leads out of the folder" if link else None
-        problem = model_folder_problem(folder) if is_model else problem
+        problem = model_folder_problem(folder) if is_model else unsafe_entry(folder)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
     if problem is not None:

@@ -46,7 +46,7 @@ from ragen_pl.checkpoints.folder import time_stamped
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import config_dir
-from ragen_pl.config.trust import is_own
+from ragen_pl.config.trust import is_own, run_settings
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate, usable
 from ragen_pl.data.microbatches import split_for_scoring
@@ -62,7 +62,7 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.attempts import RecordedResponse
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder, Responder
-from ragen_pl.tracking.checkpoints import find_checkpoint, run_settings
+from ragen_pl.tracking.checkpoints import find_checkpoint
 from ragen_pl.trajectory import Action, Trajectory, Turn
 
 log = logging.getLogger(__name__)

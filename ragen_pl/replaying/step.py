@@ -39,7 +39,7 @@ from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.checkpoints.folder import Run, run_of
 from ragen_pl.checkpoints.rank_states import load_rank_states
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.config.trust import check_folder, check_settings, is_own
+from ragen_pl.config.trust import check_folder, check_settings, is_own, run_settings
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.engines.protocol import EnginePolicy
 from ragen_pl.modules.critic import CriticModule
@@ -50,7 +50,7 @@ from ragen_pl.modules.tracing import StepTrace
 from ragen_pl.replaying.steps_in_checkpoint import steps_in_checkpoint
 from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
-from ragen_pl.tracking.checkpoints import find_checkpoint, run_settings
+from ragen_pl.tracking.checkpoints import find_checkpoint
 
 log = logging.getLogger(__name__)
 # groups of a run's config that a step is repeated with, and what of them is not used

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import cast
 
@@ -10,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ragen_pl.base.files import atomic_write
+from ragen_pl.base.foreign_files import json_object
 from ragen_pl.base.json_text import json_text
 from ragen_pl.checkpoints.folder import Run
 from ragen_pl.data.validation import ValidationSet
@@ -66,6 +66,6 @@ def write_metrics(metrics: dict[str, float], run: Run) -> None:
     """Write the last metrics into the run's folder."""
     file = run.folder / "metrics.json"
     # a run that had finished before has no new metrics of an update
-    earlier = json.loads(file.read_text()) if run.checkpoint and file.exists() else {}
+    earlier = json_object(file) if run.checkpoint else None
     with atomic_write(file) as partial:
-        partial.write_text(json_text(earlier | metrics, indent=1, sort_keys=True))
+        partial.write_text(json_text((earlier or {}) | metrics, indent=1, sort_keys=True))

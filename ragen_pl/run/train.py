@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import time
 import warnings
@@ -179,7 +180,8 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
         ConfigError: Another process trains in the folder, or the run has failed at the same place again and again.
     """
     config = run.folder / "config.yaml"
-    if run.resumed and not (cfg.trust or is_own(config)):
+    is_run = run.resumed or os.path.lexists(config)
+    if is_run and not (cfg.trust or is_own(config)):
         check_folder(run.folder, key=f"paths.run_dir={run.folder}")
         if cfg.logger and not cfg.logger.get("uri"):
             check_address(run.folder, cfg.paths.root)

@@ -5,7 +5,6 @@ No weights are loaded here, and neither torch nor transformers is imported.
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 from collections.abc import Mapping
@@ -13,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from ragen_pl.base.foreign_files import settings_text
 from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.checkpoints.checkpoint_check import text_in
 from ragen_pl.checkpoints.folder import Run, last_whole, run_of, time_of
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.config.trust import is_own
+from ragen_pl.config.trust import is_own, run_settings
 from ragen_pl.tracking.mlflow_run import RUN_FILE, check_reachable, known_run, tracking_uri
 
 log = logging.getLogger(__name__)
@@ -144,24 +140,6 @@ def exported(folder: Path) -> dict[str, Any]:
     """Return the settings that `ragen_pl.export` wrote next to the weights, empty in another folder."""
     file = folder / EXPORTED
     return run_settings(file) if file.exists() else {}
-
-
-def run_settings(file: Path) -> dict[str, Any]:
-    """Return the settings in a file; one of somebody else is read within limits.
-
-    Raises:
-        ConfigError: it cannot be read, or holds none.
-    """
-    try:
-        # OmegaConf copies what an alias stands for
-        source = file if is_own(file) else io.StringIO(settings_text(file))
-        settings = OmegaConf.to_container(OmegaConf.load(source))
-    except Exception as error:
-        # YAML errors have no common base class that omegaconf exports
-        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{file}: expected settings, found {type(settings).__name__}")
-    return {str(key): value for key, value in settings.items()}
 
 
 def _check_groups(settings: Mapping[str, Any], file: Path) -> None:

@@ -6,10 +6,12 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from ragen_pl.base.files import disk_errors_of
+from ragen_pl.base.foreign_files import plain_json
 
 ValueT = TypeVar("ValueT")
 
@@ -47,10 +49,10 @@ class MetricsFile:
         self._earlier = LoggedPoints()
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
-            for line in file.read_text().splitlines():
+            for line in file.read_bytes().splitlines():
                 # a killed process may have written half of the last one
-                if line.endswith("}}"):
-                    point = json.loads(line)
+                with suppress(ValueError, KeyError, TypeError):
+                    point = plain_json(line)
                     self._earlier.add(point["metrics"], point["step"])
         self._file = file
 

@@ -25,10 +25,12 @@ from omegaconf import OmegaConf
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count
 from ragen_pl.base.files import disk_errors_of
+from ragen_pl.base.settings_files import newest_settings
 from ragen_pl.checkpoints.lock import hold
-from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.trust import check_folder, is_own
 from ragen_pl.tracking.logged_points import LoggedPoints
-from ragen_pl.tracking.mlflow_calls import FOLDER, LazyClient, RunCalls, now_ms
+from ragen_pl.tracking.mlflow_calls import FOLDER, LazyClient, RunCalls, now_ms, points_in
 from ragen_pl.tracking.mlflow_process import process_of_run
 from ragen_pl.tracking.mlflow_run import (
     RUN_FILE,
@@ -39,7 +41,7 @@ from ragen_pl.tracking.mlflow_run import (
     may_name,
     tracking_uri,
 )
-from ragen_pl.tracking.outbox import Outbox, calls_in
+from ragen_pl.tracking.outbox import Outbox
 
 if TYPE_CHECKING:
     from ragen_pl.tracking.mlflow_outbox import MlflowSender
@@ -122,9 +124,9 @@ class RunLogger(MLFlowLogger):
         self._process = process_of_run()
         start = None if self._resumed else self._start_run()
         calls = self.folder / FOLDER
-        for call in calls_in(calls):
+        for points in points_in(calls):
             names: dict[int, list[str]] = {}
-            for name, _, _, step in call.get("points", ()):
+            for name, _, _, step in points:
                 names.setdefault(step, []).append(name)
             for step, logged in names.items():
                 self._earlier.add(logged, step)
@@ -319,6 +321,8 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
     Raises:
         ConfigError: It cannot be sent, the run is under way, is not in MLflow, or may be somebody else's.
     """
+    if not (trusted or is_own(newest_settings(folder))):
+        check_folder(folder, key=f"run={folder}")
     known = known_run(folder)
     # a run's folder is in <root>/<environment>
     if known and not (trusted or may_name(known, folder.parents[1])):
@@ -330,7 +334,7 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
         raise ConfigError(
             f"run={folder}: expected the folder of a run in MLflow, with its {RUN_FILE}"
         )
-    with hold(folder):
+    with hold(folder), config_errors(f"run={folder}"):
         outbox = Outbox(folder / FOLDER, _sender(folder))
         unsent = outbox.close(limit_s=_SYNC_S)
     if unsent is not None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
 
-from ragen_pl.tracking.outbox import Outbox
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ragen_pl.tracking.outbox import Outbox, calls_in
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Param, RunTag
@@ -22,6 +25,21 @@ FOLDER = "mlflow"
 
 COPIES = "files"
 """Folder in it of the files that are to be sent from outside the run's folder."""
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Whole number of a store."""
+
+Point = tuple[str, float, Whole, Whole]
+"""Name, value, time in milliseconds and step."""
+
+_POINTS = TypeAdapter(list[Point])
+
+
+def points_in(folder: Path) -> Iterator[list[Point]]:
+    """Yield the points of each call in a folder that has some."""
+    for call in calls_in(folder):
+        with suppress(ValidationError):
+            yield _POINTS.validate_python(call.get("points"))
 
 
 class RunCalls:

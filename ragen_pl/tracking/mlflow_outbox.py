@@ -12,20 +12,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
+from mlflow.utils.uri import validate_path_is_safe
+from pydantic import AfterValidator, Field, ValidationError, validate_call
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
+from ragen_pl.base.constraints import CountOrZero
 from ragen_pl.base.foreign_files import ForeignFileError, check_plain
 from ragen_pl.base.records import FILE, read_records
 from ragen_pl.checkpoints.lock import one_at_a_time
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.tracking.mlflow_calls import COPIES, FOLDER, QueuedWrites, RunCalls
+from ragen_pl.tracking.mlflow_calls import COPIES, FOLDER, Point, QueuedWrites, RunCalls, Whole
 from ragen_pl.tracking.mlflow_run import check_reachable, known_run, version_tags, write_run_file
 from ragen_pl.tracking.outbox import Call, RefusedError, calls_in
 from ragen_pl.viewing.traces import flush_traces, trace_records
@@ -33,8 +36,20 @@ from ragen_pl.viewing.traces import flush_traces, trace_records
 # MLflow's limits of a request
 _PARAMS_PER_BATCH, _METRICS_PER_BATCH = 100, 1000
 _VIEW = "mlflow.experimentKind"
+_Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 _NOT_FOUND = "RESOURCE_DOES_NOT_EXIST"
 _REFUSED = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS")
+
+
+def _of_the_run(place: str) -> str:
+    try:
+        return str(validate_path_is_safe(place))
+    except MlflowException as error:
+        raise ValueError(f"{place[:60]!r} is not among the artifacts of a run") from error
+
+
+# of arguments of a call: a file or folder of artifacts
+_Place = Annotated[str, Field(min_length=1), AfterValidator(_of_the_run)]
 
 
 class QueuedClient(QueuedWrites, MlflowClient):
@@ -55,6 +70,9 @@ class MlflowSender:
 
     Sending a call again changes nothing: MLflow keeps one of several points with the same time, step and value.
 
+    The calls may be somebody else's, in a folder that names one's own store. Their arguments are held against the
+    annotations of the methods below: they name artifacts of their run only, and never where a store keeps them.
+
     Args:
         folder: Folder of the run, with its `RUN_FILE`.
     """
@@ -64,7 +82,7 @@ class MlflowSender:
         self.folder, self.uri, self.run_id = folder, known["tracking_uri"], known["run_id"]
         self.experiment_id: str | None = None
         self._client: Any = None
-        self._sends: dict[str, Callable[..., None]] = {
+        sends: dict[str, Callable[..., None]] = {
             "start": self._send_start,
             "metrics": self._send_metrics,
             "params": self._send_params,
@@ -76,6 +94,7 @@ class MlflowSender:
             "traces": self._send_traces,
             "remove": self._send_remove,
         }
+        self._sends = {name: validate_call(send) for name, send in sends.items()}
 
     def begin(self) -> bool:
         """Find the run; return whether it is a new one."""
@@ -88,7 +107,8 @@ class MlflowSender:
             start = next(calls_in(self.folder / FOLDER), {})
             if error.error_code != _NOT_FOUND or start.get("call") != "start":
                 raise
-            self.run_id, self.experiment_id = create_run(self._client, start)
+            self.send(start)  # checks it
+            self.run_id, self.experiment_id = create_run(self._client, start, uri=self.uri)
             write_run_file(self.folder, run_id=self.run_id, uri=self.uri)
             return True
         return False
@@ -97,12 +117,19 @@ class MlflowSender:
         """Send a call.
 
         Raises:
-            RefusedError: MLflow does not accept it, or its file is gone.
+            RefusedError: It is none, MLflow does not accept it, or its file is gone.
         """
         arguments = {name: value for name, value in call.items() if name != "call"}
+        name = str(call.get("call"))
+        if name not in self._sends:
+            raise RefusedError(f"call={name[:60]}: expected one of {', '.join(self._sends)}")
         try:
-            self._sends[call["call"]](**arguments)
+            self._sends[name](**arguments)
             self._remove_copy(arguments.get("path"))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, (name, *first["loc"])))
+            raise RefusedError(f"{place}: {first['msg']}") from error
         except FileNotFoundError as error:
             raise RefusedError(f"{error.filename} is gone") from error
         except NotImplementedError as error:  # of stores that remove nothing
@@ -136,11 +163,13 @@ class MlflowSender:
         if path is not None and self._inside(path).parent.parent == copies:
             shutil.rmtree(self._inside(path).parent, ignore_errors=True)
 
-    def _send_start(self, **_: Any) -> None:
-        """Do nothing: the call is for a store without the run."""
+    def _send_start(
+        self, experiment: str, name: str, tags: dict[str, str], artifacts: str | None = None
+    ) -> None:
+        """Do nothing: the call is for a store without the run. `artifacts` is of an earlier version."""
 
-    def _send_metrics(self, points: list[list[Any]]) -> None:
-        metrics = [Metric(key, float(value), at, step) for key, value, at, step in points]
+    def _send_metrics(self, points: list[Point]) -> None:
+        metrics = [Metric(*point) for point in points]
         for first in range(0, len(metrics), _METRICS_PER_BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[first : first + _METRICS_PER_BATCH])
 
@@ -157,22 +186,22 @@ class MlflowSender:
     def _send_tag(self, key: str, value: str) -> None:
         self._client.set_tag(self.run_id, key, value)
 
-    def _send_status(self, status: str, time: int) -> None:
+    def _send_status(self, status: _Status, time: Whole) -> None:
         if status == "RUNNING":
             self._client.update_run(self.run_id, status=status)
         else:
             self._client.set_terminated(self.run_id, status, time)
 
-    def _send_text(self, text: str, file: str) -> None:
+    def _send_text(self, text: str, file: _Place) -> None:
         self._client.log_text(self.run_id, text, file)
 
-    def _send_file(self, path: str, place: str | None) -> None:
+    def _send_file(self, path: str, place: _Place | None) -> None:
         self._client.log_artifact(self.run_id, str(self._inside(path)), place)
 
-    def _send_folder(self, path: str, place: str | None) -> None:
+    def _send_folder(self, path: str, place: _Place | None) -> None:
         self._client.log_artifacts(self.run_id, str(self._inside(path)), place)
 
-    def _send_traces(self, path: str, count: int) -> None:
+    def _send_traces(self, path: str, count: CountOrZero) -> None:
         # traces are exported by MLflow's own threads, whose errors it swallows: ask before
         self._client.get_run(self.run_id)
         folder = self._inside(path)
@@ -185,7 +214,7 @@ class MlflowSender:
         )
         flush_traces()
 
-    def _send_remove(self, place: str) -> None:
+    def _send_remove(self, place: _Place) -> None:
         run = self._client.get_run(self.run_id)
         get_artifact_repository(run.info.artifact_uri).delete_artifacts(place)
 
@@ -202,25 +231,22 @@ def start_run(folder: Path, *, experiment: str, uri: str) -> dict[str, Any]:
         ConfigError: The server cannot be reached or returns an error.
     """
     check_reachable(uri)
-    store, artifacts = None, None
-    if uri.startswith("sqlite:///"):
-        store = Path(uri.removeprefix("sqlite:///"))
+    store = store_of(uri)
+    if store is not None:
         store.parent.mkdir(parents=True, exist_ok=True)
-        artifacts = (store.parent / "mlartifacts").as_uri()
     start: dict[str, Any] = {
         "experiment": experiment,
         "name": "/".join(folder.parts[-2:]),
         "tags": {**version_tags(), "run_dir": str(folder)},
-        "artifacts": artifacts,
     }
     try:
         if store is None:
-            run_id, _ = create_run(MlflowClient(uri), start)
+            run_id, _ = create_run(MlflowClient(uri), start, uri=uri)
         else:
             # runs that begin together would all create the tables
             with one_at_a_time(store.with_suffix(".lock")):
                 client = MlflowClient(uri) if store.exists() else client_of_new_store(uri)
-                run_id, _ = create_run(client, start)
+                run_id, _ = create_run(client, start, uri=uri)
     except MlflowException as error:
         raise ConfigError(
             f"MLflow at {uri} refused: {str(error).splitlines()[0]}; repair the store, unset "
@@ -235,6 +261,11 @@ def quieten() -> None:
     """Suppress the messages of creating a store."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+
+
+def store_of(uri: str) -> Path | None:
+    """Return the file of a local store, None for another one."""
+    return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
 
 
 def client_of_new_store(uri: str) -> MlflowClient:
@@ -265,18 +296,19 @@ def _quick_commits() -> Iterator[None]:
                 connection.execute("PRAGMA synchronous=FULL")
 
 
-def create_run(client: Any, start: Call) -> tuple[str, str]:
+def create_run(client: Any, start: Call, *, uri: str) -> tuple[str, str]:
     """Create a run, and its experiment if there is none; return the ids of both.
 
     Args:
         client: MLflow's client.
-        start: `experiment` and `name`, the `tags`, and `artifacts`, the place of a new experiment's files.
+        start: `experiment` and `name`, and the `tags`.
+        uri: Tracking server. The files of an experiment in a local store are next to it.
     """
+    store = store_of(uri)
+    artifacts = None if store is None else (store.parent / "mlartifacts").as_uri()
     experiment = client.get_experiment_by_name(start["experiment"])
     if experiment is None or experiment.lifecycle_stage == "deleted":
-        experiment_id = client.create_experiment(
-            start["experiment"], artifact_location=start["artifacts"]
-        )
+        experiment_id = client.create_experiment(start["experiment"], artifact_location=artifacts)
         chosen = False
     else:
         experiment_id, chosen = experiment.experiment_id, _VIEW in experiment.tags

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ragen_pl.base.files import atomic_write
-from ragen_pl.base.foreign_files import is_inside, plain_json
+from ragen_pl.base.foreign_files import is_inside, json_object
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.trust import is_signed, signed
 
@@ -56,12 +56,9 @@ def known_run(folder: Path) -> dict[str, str]:
     file = folder / RUN_FILE
     if not file.exists():
         return {}
-    try:
-        found = plain_json(file.read_bytes()) if is_inside(folder, file) else None
-    except ValueError:
-        found = None
+    found = json_object(file) if is_inside(folder, file) else None
     names = ("run_id", "tracking_uri")
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in names):
+    if found is None or not all(isinstance(found.get(name), str) for name in names):
         raise ConfigError(
             f"{file}: expected {' and '.join(names)} of an MLflow run; remove the file"
         )

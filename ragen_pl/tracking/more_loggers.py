@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from ragen_pl.base.files import atomic_write
+from ragen_pl.base.foreign_files import json_object
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.tracking.logged_points import MetricsFile
 from ragen_pl.tracking.mlflow_run import flattened
@@ -88,8 +89,9 @@ class RunWandbLogger(WandbLogger):
 
     def _known_id(self) -> str:
         file = self.folder / _WANDB_RUN
-        if file.exists():
-            return str(json.loads(file.read_text())["id"])
+        known = (json_object(file) or {}).get("id")
+        if isinstance(known, str) and known.isalnum():
+            return known
         name = uuid4().hex
         with atomic_write(file) as partial:
             partial.write_text(json.dumps({"id": name}))

@@ -4,7 +4,8 @@
                               |
                               +- trouble: again after a pause, for as long as the process lives; then in the next one
 
-Only one call is in memory. A call may be sent twice if the process is killed in between: it must not matter.
+Only one call is in memory. A call may be sent twice if the process is killed in between: it must not matter. The file
+may be somebody else's: a line that holds no call is left out, and a sender checks what a call asks for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ragen_pl.base.files import atomic_write
+from ragen_pl.base.foreign_files import check_plain, json_object, plain_json
 
 log = logging.getLogger(__name__)
 Call = Mapping[str, Any]
@@ -57,9 +59,13 @@ class Outbox:
     Args:
         folder: Folder of the calls. It is made if there is none.
         sender: Sends them.
+
+    Raises:
+        ForeignFileError: The folder holds a link, or what is no plain file.
     """
 
     def __init__(self, folder: Path, sender: Sender) -> None:
+        check_plain(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._sender = folder, sender
         # unbuffered: what a full disk has not taken is not written later, after other calls
@@ -125,7 +131,7 @@ class Outbox:
         if done:
             self._thread.join(limit_s)
             return None
-        unsent = sum(1 for _ in calls_in(self._folder, start=self._sent))
+        unsent = sum(1 for _ in _lines_in(self._folder, start=self._sent))
         trouble = self._trouble or f"no answer for {limit_s:g} s"
         return f"{unsent} calls are not sent ({' '.join(str(trouble).split())[:200]})"
 
@@ -159,7 +165,7 @@ class Outbox:
             file.seek(self._sent)
             line = file.readline()
         try:
-            self._sender.send(json.loads(line))
+            self._sender.send(_call(line))
         except RefusedError as error:
             log.warning(f"tracking: a call was refused and is left out: {error}")
         self._note(self._sent + len(line))
@@ -189,22 +195,44 @@ class Outbox:
             self._changed.wait_for(lambda: self._closed or self._trouble is None, pause)
 
 
-def calls_in(folder: Path, *, start: int = 0) -> Iterator[Call]:
-    """Yield the calls in a folder.
+def calls_in(folder: Path) -> Iterator[Call]:
+    """Yield the calls in a folder, without lines that hold none."""
+    for line in _lines_in(folder):
+        with suppress(RefusedError):
+            yield _call(line)
+
+
+def _lines_in(folder: Path, *, start: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a folder's calls.
 
     Args:
         folder: Folder of the calls.
         start: Byte that the first one begins at.
     """
     file = folder / _CALLS
-    if not file.exists():
+    if not file.is_file():
         return
     with file.open("rb") as stream:
         stream.seek(start)
         for line in stream:
             # a killed process may have written half of the last one
             if line.endswith(b"\n"):
-                yield json.loads(line)
+                yield line
+
+
+def _call(line: bytes) -> Call:
+    """Return the call in a line.
+
+    Raises:
+        RefusedError: It holds none.
+    """
+    try:
+        call = plain_json(line)
+    except ValueError as error:
+        raise RefusedError(f"{error}; found {line[:60]!r}") from error
+    if not isinstance(call, dict):
+        raise RefusedError(f"expected an object, found {line[:60]!r}")
+    return call
 
 
 def _drop_cut_line(file: Path) -> None:
@@ -219,6 +247,6 @@ def _drop_cut_line(file: Path) -> None:
 
 
 def _noted(folder: Path) -> int:
-    with suppress(OSError, ValueError, KeyError):
-        return int(json.loads((folder / _SENT).read_text())["bytes"])
-    return 0
+    """Return how many bytes of a folder's calls are sent, 0 where its note says nothing of the kind."""
+    count = (json_object(folder / _SENT) or {}).get("bytes")
+    return count if isinstance(count, int) and count >= 0 else 0

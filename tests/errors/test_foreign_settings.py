@@ -7,6 +7,7 @@ import http.server
 import itertools
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -251,6 +252,8 @@ def test_replay_imports_no_module_that_a_folder_names(tmp_path, command):
         "env: " + "[" * 5000,
         "env: " + "1" * 5000,
         "env: " + "1:" * 3000 + "1",
+        'env: !!int "0x' + "f" * 6000 + '"',
+        'env: !!float "' + "1:" * 3000 + '1"',
         "env: [" + "x, " * 30_000 + "x]",
         "a: " + "x" * 300_000,
         "env: 3\nmodel: {build: {}}\n",
@@ -260,7 +263,7 @@ def test_replay_imports_no_module_that_a_folder_names(tmp_path, command):
         "- a\n",
         "\x00",
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_settings_that_are_large_deep_or_of_other_types_are_refused(text, run, command):
     (run / "config.yaml").write_text(text)
@@ -371,7 +374,44 @@ def test_links_are_never_sent(run, tmp_path):
     assert {call[0] for call in client.method_calls} <= {"get_run"}
 
 
+def test_calls_of_somebody_else_stay_in_the_store_of_this_account(
+    run, command, listener, empty_store, tmp_path, monkeypatch
+):
+    far, seen = listener
+    store = Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
+    (tmp_path / "mine").mkdir()
+    tracked(run, f"sqlite:///{store}")
+    start = {"call": "start", "experiment": "theirs", "name": "a", "tags": {}, "artifacts": far}
+    outside = (str(tmp_path / "mine"), "../../../../mine", "%2e%2e/mine", "file:///mine", "")
+    calls = [
+        start,
+        *({"call": "remove", "place": place} for place in outside),
+        *({"call": "text", "text": "a", "file": place} for place in outside),
+        *({"call": "file", "path": "config.yaml", "place": place} for place in outside),
+        {"call": "metrics", "points": [["a", 1.0, 10**30, 1]]},
+        {"call": "params", "values": [1]},
+        {"call": "status", "status": "GONE", "time": 1},
+        {"call": ["text"]},
+        {"call": "tag"},
+        7,
+    ]
+    lines = [*map(json.dumps, calls), "\xff", "[" * 10_000]
+    last = {"call": "text", "text": "whole", "file": "texts/a.txt"}
+    content = "\n".join([*lines, json.dumps(last)]) + "\n"
+    (run / "mlflow" / "calls.jsonl").write_bytes(content.encode("latin1"))
+    sent = command("sync", f"run={run}")
+    assert sent.code == 0 and "has all of" in sent.stdout
+    assert sent.stdout.count("is left out") == len(lines) - 1
+    assert not seen and (tmp_path / "mine").is_dir()
+    (written,) = (file for file in tmp_path.rglob("*.txt"))
+    assert written.read_text() == "whole"
+    assert written.is_relative_to(tmp_path / "mlartifacts")
+
+
 LINKED: dict[str, Callable[[Path, Path], None]] = {
+    "lock": lambda run, secret: _linked(run / "run.lock", secret),
+    "pipe": lambda run, secret: os.mkfifo(run / "starts.jsonl"),
     "checkpoint": lambda run, secret: _linked(run / "checkpoints" / "best.ckpt", secret),
     "folder": lambda run, secret: _linked(run / "csv", secret.parent),
     "deep": lambda run, secret: _linked(run / "trajectories" / "a" / "b", secret),
@@ -384,16 +424,20 @@ def _linked(place: Path, secret: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LINKED)
-def test_a_folder_with_links_out_of_it_is_refused(run, tmp_path, command, kind):
+def test_a_folder_with_links_out_of_it_or_pipes_is_refused(run, tmp_path, command, kind):
+    found = "is no plain file" if kind == "pipe" else "is a link that leads out"
     (tmp_path / "secret").write_text("secret")
     LINKED[kind](run, tmp_path / "secret")
     for name in (*COMMANDS, "replay"):
         more = ["to=out"] if name in ("evaluate", "export") else []
-        assert "is a link that leads out" in command(name, f"ckpt={run}", *more).refused(), name
+        assert found in command(name, f"ckpt={run}", *more).refused(), name
+    assert found in command("sync", f"run={run}").refused()
     cfg = composed("env=frozenlake", f"paths.run_dir={run}")
     resumed = Run(run, run / "checkpoints" / "last.ckpt", resumed=True)
-    with pytest.raises(ConfigError, match="is a link that leads out"), open_run(cfg, resumed):
-        pass
+    for one in (resumed, Run(run)):
+        with pytest.raises(ConfigError, match=found), open_run(cfg, one):
+            pass
+    assert (tmp_path / "secret").read_text() == "secret"
 
 
 def test_page_reads_no_file_behind_a_link(tmp_path, command):

@@ -384,6 +384,7 @@ DESCRIPTIONS = [
     ("model.safetensors.index.json", {"weight_map": {"a": "../secret"}}),
     ("adapter_config.json", {"base_model_name_or_path": "somebody/else"}),
     ("config.json", {"vision_config": {"use_pretrained_backbone": True, "backbone": "a/b"}}),
+    ("config.json", {"num_labels": 10**9}),
 ]
 
 
@@ -403,6 +404,9 @@ def test_a_models_folder_has_no_deep_file_no_link_and_no_inflated_weights(model,
     (model / "generation_config.json").write_text('{"a":' * 5000)
     assert "generation_config.json" in str(model_folder_problem(model))
     (model / "generation_config.json").unlink()
+    os.mkfifo(model / "merges.json")
+    assert "merges.json is no plain file" in str(model_folder_problem(model))
+    (model / "merges.json").unlink()
     os.symlink(tmp_path / "secret", model / "merges.txt")
     assert "merges.txt is a link" in str(model_folder_problem(model))
     (model / "merges.txt").unlink()

@@ -252,3 +252,10 @@ def test_the_main_job_loads_nothing_of_what_it_does_not_use(tmp_path):
     own = {file for name, file in loaded.items() if name.partition(".")[0] == "ragen_pl" and file}
     # 44,398 lines now
     assert sum(len(Path(file).read_text().splitlines()) for file in own) < 45_000
+
+
+def test_the_readme_names_every_folder():
+    text = (ROOT / "README.md").read_text("utf-8")
+    tree = text[text.index("\nragen_pl/ ") :]
+    folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    assert {name for name in folders if f" {name}/" not in tree} == set()

@@ -17,6 +17,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from ragen_pl.config import ConfigError
+from ragen_pl.config.trust import write_settings
 from ragen_pl.tracking import loggers
 from ragen_pl.tracking.loggers import RunLogger, send_unsent
 from ragen_pl.tracking.mlflow_calls import RunCalls
@@ -254,6 +255,9 @@ def test_files_outside_the_runs_folder_are_not_sent(run, tmp_path):
     secret.parent.mkdir()
     secret.write_text("s3cret")
     (run / "link").symlink_to(secret)
+    write_settings(
+        run / "config.yaml", "seed: 0\n"
+    )  # links of one's own are not refused, only not sent
     calls = [
         {"call": "file", "path": path, "place": None}
         for path in (
