@@ -20,6 +20,7 @@ from ragen_pl.checkpoints.sharded_checkpoint import non_finite_entry, read_shard
 from ragen_pl.config.check import leaves
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.trust import is_own
+from ragen_pl.engines.generation_check import GenerationCheck
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import (
     FINGERPRINTS,
@@ -68,6 +69,10 @@ def load_bundle(cfg: DictConfig) -> ModelBundle:
         weights = dict(bundle.model.named_parameters())
         hint = "give another folder, or export the model again"
         _check_finite({"state_dict": weights}, weights.keys(), source=str(source), hint=hint)
+        # the first responses would end with other errors
+        with config_errors(f"{source}: its tokenizer or generation_config.json", hint=hint):
+            GenerationCheck.of(bundle)
+            bundle.tokenizer("a")
     bundle.model.eval()
     return bundle
 

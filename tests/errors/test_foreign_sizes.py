@@ -429,6 +429,24 @@ def test_a_models_folder_is_no_larger_than_its_weights(name, lm, tmp_path):
     assert _peak() - largest < 400 * MIB
 
 
+@pytest.mark.usefixtures("composed_once")
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("tokenizer_config.json", "model_max_length", "long"),
+        ("tokenizer_config.json", "extra_special_tokens", ["<more>"]),
+        ("generation_config.json", "eos_token_id", "end"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_the_model_is_named(name, key, value, lm, tmp_path):
+    lm.save(tmp_path)
+    described = json.loads((tmp_path / name).read_text())
+    (tmp_path / name).write_text(json.dumps(described | {key: value}))
+    with pytest.raises(ConfigError, match=r"its tokenizer or generation_config\.json: ") as caught:
+        load_bundle(evaluation_config(f"ckpt={tmp_path}", "env=frozenlake"))
+    assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
+
+
 def test_a_snapshot_in_a_hubs_cache_is_read(model, tmp_path):
     hub = tmp_path / "models--a--b"
     (hub / "blobs").mkdir(parents=True)
