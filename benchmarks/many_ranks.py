@@ -37,7 +37,7 @@ import ragen_pl.visual_envs  # noqa: F401
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.base.distributed import gather_over_ranks, packed_on_host
 from ragen_pl.callbacks.reasoning_probe import first_thoughts
-from ragen_pl.checkpoints.rank_states import by_rank, rank_states_in
+from ragen_pl.checkpoints.rank_states import save_rank_states, rank_states_in
 from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.collate import collate
 from ragen_pl.data.group_selection import GroupSelection, select_groups
@@ -132,8 +132,8 @@ def collectives(rank: int, ranks: int, load: Load) -> dict[str, Collective]:
     first_turns = [one.turns[0] for one in played if one.member == 0]
     thoughts = [(one.prompt_ids, one.prompt_images, one.response_ids) for one in first_turns]
     return {
-        "samples": Collective(partial(by_rank, samples, name="samples"), samples),
-        "gradients": Collective(partial(by_rank, gradients, name="gradients"), gradients),
+        "samples": Collective(partial(save_rank_states, samples, name="samples"), samples),
+        "gradients": Collective(partial(save_rank_states, gradients, name="gradients"), gradients),
         "rollout ahead": Collective(ahead.state_dict, played),
         "groups that move": Collective(
             partial(select, played, returns=lambda one: float(is_kept(one, ranks) * one.member)),

@@ -113,6 +113,7 @@ def build_batch(size: Size) -> TrajectoryBatch:
         member=torch.arange(size.rows),
         hit_length_limit=table.bool(),
         state=table.long(),
+        final_state=column.long(),
         advances=table == 0,
         success=column.char(),
         terms=table.double(),
