@@ -80,7 +80,7 @@ def trained(folder, tmp_path_factory) -> list[str]:
         responder, [EpisodeSpec(group=0, member=0, seed=0)], seed_key=(0, "test")
     )
     assert trajectory.error is None
-    assert [turn.history for turn in trajectory.turns] == ["first", "joined", "joined"]
+    assert [turn.kind.history for turn in trajectory.turns] == ["first", "joined", "joined"]
     return list(trajectory.turns[-1].info["program"]["said"])
 
 

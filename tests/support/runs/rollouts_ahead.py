@@ -46,7 +46,7 @@ class Recorder(RolloutCallback):
         self.sampled.append([turn.response_ids.tolist() for turn in turns])
         self.logprobs.append(np.concatenate([turn.response_logprobs for turn in turns]))
         samples = trainer.datamodule.buffer.samples
-        self.buffers.append(samples.rollout_logprobs[samples.turn >= 0].numpy())
+        self.buffers.append(samples.old_logprobs[samples.turn >= 0].numpy())
 
     def on_validation_batch_end(self, trainer, module, *arguments):
         copied = module.rollout_engine().bundle.model.state_dict()
