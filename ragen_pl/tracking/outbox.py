@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.foreign_files import check_plain, json_object, plain_json
+from ragen_pl.base.lines import LinesFile, whole_lines
 
 log = logging.getLogger(__name__)
 Call = Mapping[str, Any]
@@ -66,12 +66,8 @@ class Outbox:
 
     def __init__(self, folder: Path, sender: Sender) -> None:
         check_plain(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._sender = folder, sender
-        # unbuffered: what a full disk has not taken is not written later, after other calls
-        self._file = (folder / _CALLS).open("ab", buffering=0)
-        _drop_cut_line(folder / _CALLS)
-        self._size = (folder / _CALLS).stat().st_size
+        self._file = LinesFile(folder / _CALLS)
         self._sent = _noted(folder)
         self._trouble: Exception | None = None
         self._has_warned = False
@@ -86,22 +82,13 @@ class Outbox:
         Raises:
             OSError: It cannot be written, such as to a full disk. The calls before it are whole.
         """
-        line = json.dumps(call).encode() + b"\n"
         with self._changed:
-            try:
-                written = 0
-                while written < len(line):
-                    written += self._file.write(line[written:])
-            except OSError as error:
-                self._file.truncate(self._size)
-                error.filename = str(self._folder / _CALLS)
-                raise
-            self._size += len(line)
+            self._file.append(call)
             self._changed.notify_all()
 
     def synchronize(self) -> None:
         """Wait until the disk has all calls."""
-        os.fsync(self._file.fileno())
+        self._file.synchronize()
 
     def flush(self, *, limit_s: float) -> bool:
         """Wait until all calls are sent, but not while there is trouble; return whether they are.
@@ -127,17 +114,16 @@ class Outbox:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._file.close()
         if done:
             self._thread.join(limit_s)
             return None
-        unsent = sum(1 for _ in _lines_in(self._folder, start=self._sent))
+        unsent = sum(1 for _ in whole_lines(self._folder / _CALLS, start=self._sent))
         trouble = self._trouble or f"no answer for {limit_s:g} s"
         return f"{unsent} calls are not sent ({' '.join(str(trouble).split())[:200]})"
 
     @property
     def _is_empty(self) -> bool:
-        return self._sent >= self._size
+        return self._sent >= self._file.size
 
     def _run(self) -> None:
         pause, began = _FIRST_PAUSE_S, False
@@ -161,9 +147,7 @@ class Outbox:
             return not self._closed
 
     def _send_next(self) -> None:
-        with (self._folder / _CALLS).open("rb") as file:
-            file.seek(self._sent)
-            line = file.readline()
+        _, line = next(whole_lines(self._folder / _CALLS, start=self._sent))
         try:
             self._sender.send(_call(line))
         except RefusedError as error:
@@ -197,27 +181,9 @@ class Outbox:
 
 def calls_in(folder: Path) -> Iterator[Call]:
     """Yield the calls in a folder, without lines that hold none."""
-    for line in _lines_in(folder):
+    for _, line in whole_lines(folder / _CALLS):
         with suppress(RefusedError):
             yield _call(line)
-
-
-def _lines_in(folder: Path, *, start: int = 0) -> Iterator[bytes]:
-    """Yield the lines of a folder's calls.
-
-    Args:
-        folder: Folder of the calls.
-        start: Byte that the first one begins at.
-    """
-    file = folder / _CALLS
-    if not file.is_file():
-        return
-    with file.open("rb") as stream:
-        stream.seek(start)
-        for line in stream:
-            # a killed process may have written half of the last one
-            if line.endswith(b"\n"):
-                yield line
 
 
 def _call(line: bytes) -> Call:
@@ -233,17 +199,6 @@ def _call(line: bytes) -> Call:
     if not isinstance(call, dict):
         raise RefusedError(f"expected an object, found {line[:60]!r}")
     return call
-
-
-def _drop_cut_line(file: Path) -> None:
-    content = file.stat().st_size
-    with file.open("rb+") as stream:
-        while content:
-            stream.seek(content - 1)
-            if stream.read(1) == b"\n":
-                break
-            content -= 1
-        stream.truncate(content)
 
 
 def _noted(folder: Path) -> int:

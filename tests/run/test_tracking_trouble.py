@@ -67,7 +67,7 @@ def outbox(tmp_path, server) -> Iterator[Callable[[], Outbox]]:
 
     yield make
     for one in opened:
-        if not one._file.closed:
+        if not one._closed:
             one.close(limit_s=LIMIT_S)
 
 
