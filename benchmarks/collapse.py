@@ -10,7 +10,6 @@ All runs start from the same warm start and differ only in the actions of the co
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from omegaconf import OmegaConf
 from runner import ROOT, fit
 
 from ragen_pl.callbacks.collapse import Alarm
+from ragen_pl.metrics.record import RecordReader
 
 Diagnostics = dict[str, float]
 _ACT = (
@@ -92,7 +92,7 @@ def main() -> None:
         )
         for name, monitor in VARIANTS.items():
             fit(
-                out / name, *common, *collapsing, *monitor, f"warm_start.weights={weights}", "logger=csv",
+                out / name, *common, *collapsing, *monitor, f"warm_start.weights={weights}", "logger=none",
                 f"trainer.max_epochs={args.iterations}", "trainer.check_val_every_n_epoch=10",
                 "validation.baselines=null", "validation.blank=false", "callbacks.trajectories=null",
                 *PROBED, "callbacks.collapse.good_every_n_iterations=1",
@@ -115,16 +115,14 @@ def main() -> None:
 def read(folder: Path) -> Run:
     """Read the folder of a finished run."""
     diagnostics: dict[int, Diagnostics] = {}
-    (metrics_file,) = folder.rglob("metrics.csv")
-    with metrics_file.open() as lines:
-        for row in csv.DictReader(lines):
-            values = {
-                name.removeprefix("diagnostics/"): float(value)
-                for name, value in row.items()
-                if name.startswith("diagnostics/") and value
-            }
-            if values:
-                diagnostics.setdefault(int(float(row["step"])), {}).update(values)
+    for point in RecordReader(folder).points():
+        values = {
+            name.removeprefix("diagnostics/"): value
+            for name, value in point.metrics.items()
+            if name.startswith("diagnostics/")
+        }
+        if values:
+            diagnostics.setdefault(point.step, {}).update(values)
     events = folder / "collapse.jsonl"
     metrics = json.loads((folder / "metrics.json").read_text())
     return Run(

@@ -14,6 +14,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from ragen_pl.metrics.record import RecordReader
+
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}
 Key = tuple[str, str, int]
@@ -40,9 +42,8 @@ class Curve:
 
 
 def read_curve(folder: Path) -> Curve:
-    """Read the curve of a run from the rows of its plots, and its final metrics."""
-    lines = (folder / "plots" / "rows.jsonl").read_text().splitlines()
-    all_rows = list(map(json.loads, lines))
+    """Read the curve of a run from its record, and its final metrics."""
+    all_rows = RecordReader(folder).rows()
     rows = [row for row in all_rows if "val/success" in row]
     sampled = [row["rollout/success"] for row in all_rows if "rollout/success" in row]
     last = sampled[-math.ceil(len(sampled) / 4) :]

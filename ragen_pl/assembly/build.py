@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -42,6 +43,7 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Context
 from ragen_pl.rollout.proxy import AgentProxy, truncation_of
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
+from ragen_pl.tracking.loggers import KeepsRecord, RecordLogger
 
 if TYPE_CHECKING:
     from ragen_pl.checkpoints.folder import Run
@@ -379,12 +381,17 @@ def held_out_states(validation_set: ValidationSet) -> list[str]:
     return [] if by_fraction else validation_set.state_keys()
 
 
-def build_logger(cfg: DictConfig, run: Run) -> Any:
-    """Build the config's logger, or return False for none."""
-    if not cfg.logger:
-        return False
+def build_loggers(cfg: DictConfig, run: Run) -> list[Logger]:
+    """Build the config's logger, if it has one, and one that writes the run's record if that one does not."""
     settings = {"run_dir": str(run.folder), "settings": plain(cfg)}
-    return instantiate(cfg.logger, **settings, _recursive_=False, _convert_="all")
+    loggers = (
+        [instantiate(cfg.logger, **settings, _recursive_=False, _convert_="all")]
+        if cfg.logger
+        else []
+    )
+    if not any(isinstance(logger, KeepsRecord) for logger in loggers):
+        loggers.append(RecordLogger(run_dir=str(run.folder)))
+    return loggers
 
 
 def choose_accelerator(name: str) -> str:

@@ -39,7 +39,7 @@ _FOLDERS = {
         "run.rank_watch", "run.ranks", "run.same_run",
     ),
     "tracking": (
-        "run.checkpoints", "run.logged_points", "run.loggers", "run.mlflow_outbox", "run.more_loggers", "run.outbox",
+        "run.checkpoints", "run.loggers", "run.mlflow_outbox", "run.more_loggers", "run.outbox",
     ),
 }  # fmt: skip
 MOVED = {

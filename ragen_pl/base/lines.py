@@ -61,7 +61,7 @@ def whole_lines(path: Path, *, start: int = 0) -> Iterator[tuple[int, bytes]]:
         path: The file, which need not exist.
         start: Byte that the first line begins at.
     """
-    if not path.is_file():
+    if not path.is_file() or start >= path.stat().st_size:
         return
     with path.open("rb") as stream:
         stream.seek(start)

@@ -1,4 +1,4 @@
-"""Typed access to the parts of a Trainer that callbacks read: its DataModule, other callbacks and MLflow loggers."""
+"""Typed access to the parts of a Trainer that callbacks read: DataModule, other callbacks, loggers, the record."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger
+
+from ragen_pl.metrics.record import MetricsRecord
 
 CallbackT = TypeVar("CallbackT", bound=pl.Callback)
 
@@ -34,6 +36,16 @@ class KeepsTraces(Protocol):
 
     def log_traces(self, folder: Path, *, count: int) -> None:
         """Log the first episodes of a folder of records."""
+
+
+@runtime_checkable
+class RecordsMetrics(Protocol):
+    """Logger that writes the run's record of metrics, on the first rank."""
+
+    record: MetricsRecord
+
+    def keep(self, count: int) -> None:
+        """Drop all points of the record but the first ones."""
 
 
 @runtime_checkable
@@ -65,6 +77,13 @@ def callbacks_of(trainer: pl.Trainer, kind: type[CallbackT]) -> list[CallbackT]:
 def mlflow_loggers(trainer: pl.Trainer) -> list[MLFlowLogger]:
     """Return the Trainer's MLflow loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
+
+
+def record_logger(trainer: pl.Trainer) -> RecordsMetrics | None:
+    """Return the logger that writes the run's record; None without one, and on other ranks than the first."""
+    kind = RecordsMetrics
+    loggers = [one for one in trainer.loggers if isinstance(one, kind) and one.record is not None]
+    return loggers[0] if loggers else None
 
 
 def log_files(trainer: pl.Trainer, path: Path, *, place: str) -> None:

@@ -15,27 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.metrics.shown import ABOVE_ZERO, PROGRESS
 from ragen_pl.trajectory import Trajectory
 
-# Metrics of an iteration's line: label, metric, format.
-_SHOWN = (
-    ("success", "rollout/success", "{:.3f}"),
-    ("return", "rollout/return", "{:.3f}"),
-    ("valid actions", "rollout/valid_actions", "{:.3f}"),
-    ("entropy", "rollout/entropy", "{:.3f}"),
-    ("validation success", "val/success", "{:.3f}"),
-    ("truncated", "rollout/truncated", "{:.3f}"),
-    ("skipped steps", "update/skipped_steps", "{:.0f}"),
-    ("steps without a token", "update/empty_steps_policy", "{:.0f}"),
-)
-# Failed episodes in it: label, prefix of the metrics.
+# Failed episodes in an iteration's line: label, prefix of the metrics.
 _PLAYED = (("", "rollout"), ("validation ", "val"))
-# Counts of what should not happen, shown where it did.
-_SHOWN_ABOVE_ZERO = (
-    "rollout/truncated",
-    "update/skipped_steps",
-    "update/empty_steps_policy",
-)
 _DEFAULT_PHASE, _FINISHED = "training", "finished"
 
 
@@ -271,9 +255,9 @@ def iteration_metrics(metrics: Mapping[str, float]) -> list[str]:
     ['skipped steps 1', 'failed 2 of 8']
     """
     shown = [
-        f"{label} {form.format(float(metrics[name]))}"
-        for label, name, form in _SHOWN
-        if name in metrics and (name not in _SHOWN_ABOVE_ZERO or float(metrics[name]) > 0)
+        f"{label} {float(metrics[name]):.{digits}f}"
+        for label, name, digits in PROGRESS
+        if name in metrics and (name not in ABOVE_ZERO or float(metrics[name]) > 0)
     ]
     for label, prefix in _PLAYED:
         failed = metrics.get(f"{prefix}/failed_episodes", 0.0)

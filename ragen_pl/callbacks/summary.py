@@ -14,17 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ragen_pl.base.phases import wide_console
-from ragen_pl.callbacks.access import mlflow_loggers, run_folder
+from ragen_pl.callbacks.access import mlflow_loggers, record_logger, run_folder
 from ragen_pl.metrics.proportions import wilson
+from ragen_pl.metrics.record import RecordReader
+from ragen_pl.metrics.shown import VALIDATED
 
-# Rows of the table: label, metric, number of digits.
-_COLUMNS = (
-    ("success", "success", 3),
-    ("return", "return", 3),
-    ("turns", "turns", 2),
-    ("valid actions", "valid_actions", 3),
-    ("response tokens", "response_tokens", 1),
-)
 _FAILED = "failed_episodes"
 # Columns of a log, which has no width of its own; rich's default of 80 would wrap the table.
 _LOG_WIDTH = 120
@@ -33,7 +27,7 @@ _LOCAL_SERVER = "http://127.0.0.1:5000"
 
 
 class RunSummary(pl.Callback):
-    """Remember a run's first and last validation and print them side by side.
+    """Print the first and the last validation of a run's record side by side.
 
     Args:
         references: metrics of other policies for further rows: `{"random": {"success": 0.2}}`.
@@ -50,33 +44,11 @@ class RunSummary(pl.Callback):
     ) -> None:
         self.references = {name: dict(metrics) for name, metrics in (references or {}).items()}
         self.print_at_end, self.console = print_at_end, console
-        self.before: dict[str, float] = {}
-        self.after: dict[str, float] = {}
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the validation set's metrics."""
-        if trainer.sanity_checking:
-            return
-        metrics = {
-            name.removeprefix("val/"): float(value)
-            for name, value in trainer.callback_metrics.items()
-            if name.startswith("val/")
-        }
-        self.before = self.before or metrics
-        self.after = metrics
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the summary."""
         if self.print_at_end:
             self.show(trainer)
-
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return the state of a resumed run."""
-        return {"before": dict(self.before), "after": dict(self.after)}
-
-    def load_state_dict(self, state_dict: dict[str, dict[str, float]]) -> None:
-        """Restore `state_dict`."""
-        self.before, self.after = dict(state_dict["before"]), dict(state_dict["after"])
 
     def show(
         self,
@@ -88,16 +60,29 @@ class RunSummary(pl.Callback):
         if not trainer.is_global_zero:
             return
         console = self.console or wide_console(_LOG_WIDTH)
-        rows = {"before": self.before, "after": self.after}
-        if self.after:
+        if validations := _validations(trainer):
+            rows = {"before": validations[0], "after": validations[-1]}
             console.print(summary_table({**rows, **self.references, **(references or {})}))
         for label, text in next_steps(trainer).items():
             console.print(f"{label:<11}{text}", soft_wrap=True, highlight=False, markup=False)
 
 
+def _validations(trainer: pl.Trainer) -> list[dict[str, float]]:
+    """Return the metrics of the validation set from the run's record, in order."""
+    logger = record_logger(trainer)
+    if logger is None:
+        return []
+    points = RecordReader(logger.record.folder, only=lambda name: name.startswith("val/")).points()
+    return [
+        {name.removeprefix("val/"): value for name, value in point.metrics.items()}
+        for point in points
+        if point.metrics
+    ]
+
+
 def summary_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
     """Return a table of validation metrics with a row for each policy or moment, of which there may be many."""
-    known = [column for column in _COLUMNS if any(column[1] in row for row in rows.values())]
+    known = [column for column in VALIDATED if any(column[1] in row for row in rows.values())]
     fails = any(metrics.get(_FAILED) for metrics in rows.values())
     table = Table(title="Validation set")
     table.add_column("", no_wrap=True)

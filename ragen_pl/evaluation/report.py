@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.phases import wide_console
+from ragen_pl.metrics.shown import VALIDATED
 
 POLICY, BLANK_IMAGES, WARM_START = "policy", "blank images", "warm start"
 """Names in the tables of the trained policy, of the same with blank images, and of its warm start."""
@@ -28,7 +29,10 @@ def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
     """Return head and rows of the table of all validation sets and policies."""
     first = next(iter(next(iter(validation_sets.values()))["policies"].values()))
     passes = [name for name in first if name.startswith("pass@") and name[5:].isdigit()]
-    head = ["validation set", "policy", "success", "return", "turns", "valid actions", *passes]
+    # the success has an interval
+    (success, _, _), *others = VALIDATED[:4]
+    labels = [success, *(label for label, _, _ in others)]
+    head = ["validation set", "policy", *labels, *passes]
     rows = []
     for name, validation_set in validation_sets.items():
         for number, policy in enumerate(policies(validation_set)):
@@ -38,9 +42,7 @@ def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
                     "" if number else name,
                     policy,
                     proportion(metrics, "success"),
-                    f"{metrics['return']:.3f}",
-                    f"{metrics['turns']:.2f}",
-                    f"{metrics['valid_actions']:.3f}" if "valid_actions" in metrics else "-",
+                    *(_decimal(metrics, metric, digits) for _, metric, digits in others),
                     *(proportion(metrics, pass_name) for pass_name in passes),
                 ]
             )
@@ -79,6 +81,11 @@ def policies(validation_set: Mapping[str, Any]) -> list[str]:
     names = list(validation_set["policies"])
     first = [name for name in _FIRST_POLICIES if name in names]
     return first + [name for name in names if name not in _FIRST_POLICIES]
+
+
+def _decimal(metrics: Mapping[str, float], name: str, digits: int) -> str:
+    """Return a number of a table, or a dash."""
+    return f"{metrics[name]:.{digits}f}" if name in metrics else "-"
 
 
 def proportion(metrics: Mapping[str, float], name: str) -> str:

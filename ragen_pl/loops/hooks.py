@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 
 from ragen_pl.trajectory import Trajectory
+
+Moment = Literal["start", "step", "end"]
+"""What happens to a phase of a run."""
 
 
 @runtime_checkable
@@ -64,6 +67,16 @@ class RolloutCallback(pl.Callback):
         trajectories: Sequence[Trajectory],
     ) -> None:
         """Run after the rollout phase with this rank's trajectories."""
+
+    def on_phase(
+        self, trainer: pl.Trainer, phase: str, moment: Moment, done: int, total: int
+    ) -> None:
+        """Run when a phase starts, goes on by a step, or ends, as the run's clock tells.
+
+        The phases are `training`, which only starts, and `rollout`, `preparation` of its samples, `update` and
+        `validation`. `done` is the number of episodes that have ended, of the minibatch, or of the batch of a
+        validation, and `total` that of all, 0 where it is unknown.
+        """
 
     def on_last_weights(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Run at the end of training, after `on_train_end` of all callbacks: the last weights are validated and saved.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import lightning.pytorch as pl
 
-from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.loops.hooks import Moment, RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop
 from ragen_pl.ranks import ranks
-from ragen_pl.trajectory import Trajectory
+
+_STEPS = {
+    "rollout": "rollout, {done} of {total} episodes done",
+    "preparation": "after the rollout",
+    "update": "minibatch {done}",
+    "validation": "validation, batch {done}",
+}
 
 
 class PhaseLimits(RolloutCallback):
@@ -33,12 +37,18 @@ class PhaseLimits(RolloutCallback):
         self.rollout_timeout_s = timeout_s if rollout_timeout_s is None else rollout_timeout_s
         self.stall_s = float("inf") if stall_s is None else stall_s
 
-    def _reached(self, trainer: pl.Trainer, place: str, *, limit_s: float | None = None) -> None:
-        if trainer.world_size > 1:
+    def on_phase(
+        self, trainer: pl.Trainer, phase: str, moment: Moment, done: int, total: int
+    ) -> None:
+        """Note it."""
+        if moment == "step" or phase == "preparation":
+            self._moved(trainer, _STEPS[phase].format(done=done, total=total))
+        elif trainer.world_size > 1:
+            ends = (phase, moment) == ("rollout", "end")
             ranks.enter_phase(
-                self._label(trainer, place),
+                self._label(trainer, moment if phase == "training" else f"{moment} of the {phase}"),
                 count=trainer.world_size,
-                limit_s=self.timeout_s if limit_s is None else limit_s,
+                limit_s=self.rollout_timeout_s if ends else self.timeout_s,
                 stall_s=self.stall_s,
             )
 
@@ -50,65 +60,6 @@ class PhaseLimits(RolloutCallback):
         if not isinstance(trainer.fit_loop, RolloutUpdateLoop):
             return f"warm start, {place}"
         return f"iteration {trainer.current_epoch + 1}, {place}"
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the start."""
-        self._reached(trainer, "start")
-
-    def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the start of a rollout."""
-        self._reached(trainer, "start of the rollout")
-
-    def on_rollout_progress(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, done: int, total: int
-    ) -> None:
-        """Note a turn, or the end of a rollout."""
-        if done == total:
-            self._reached(trainer, "end of the rollout", limit_s=self.rollout_timeout_s)
-        else:
-            self._moved(trainer, f"rollout, {done} of {total} episodes done")
-
-    def on_rollout_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        trajectories: Sequence[Trajectory],
-    ) -> None:
-        """Note that the samples are prepared."""
-        self._moved(trainer, "after the rollout")
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the start of an update."""
-        self._reached(trainer, "start of the update")
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        """Note a minibatch."""
-        self._moved(trainer, f"minibatch {batch_idx + 1}")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the end of an update."""
-        self._reached(trainer, "end of the update")
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the start of a validation."""
-        self._reached(trainer, "start of the validation")
-
-    def on_validation_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Note a batch of episodes."""
-        self._moved(trainer, f"validation, batch {batch_idx + 1}")
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the end of a validation."""
-        self._reached(trainer, "end of the validation")
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import shlex
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.loggers.logger import Logger
 
 from ragen_pl.assembly.build import choose_accelerator
 from ragen_pl.callbacks.summary import open_command
@@ -18,11 +19,12 @@ from ragen_pl.prompts.context import ContextManager
 log = logging.getLogger(__name__)
 
 
-def report_views(run: Run, logger: Any) -> None:
+def report_views(run: Run, loggers: Sequence[Logger]) -> None:
     """Log how the run can be watched while it trains: by its folder, and in MLflow."""
     log.info(f"watch it: python -m ragen_pl.watch {shlex.quote(f'run={run.folder}')}")
-    if isinstance(logger, MLFlowLogger):
-        log.info(f"MLflow: {open_command(str(logger._tracking_uri))}")
+    for logger in loggers:
+        if isinstance(logger, MLFlowLogger):
+            log.info(f"MLflow: {open_command(str(logger._tracking_uri))}")
 
 
 def report_accelerator(name: str) -> None:

@@ -16,9 +16,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
@@ -27,7 +28,7 @@ from ragen_pl.assembly.build import (
     assemble,
     build_agent,
     build_datamodule,
-    build_logger,
+    build_loggers,
     build_named,
     build_validation_set,
     build_warm_start,
@@ -49,7 +50,13 @@ from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
 from ragen_pl.checkpoints.checkpoint_check import problem_of
-from ragen_pl.checkpoints.folder import Run, configured_run, is_launched, sharing_with_children
+from ragen_pl.checkpoints.folder import (
+    Run,
+    configured_run,
+    is_launched,
+    run_of,
+    sharing_with_children,
+)
 from ragen_pl.checkpoints.lock import hold
 from ragen_pl.checkpoints.rank_states import RankStatesError
 from ragen_pl.checkpoints.sharded_checkpoint import remove_leftovers, write_tensors
@@ -64,6 +71,7 @@ from ragen_pl.engines.errors import RolloutError
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.metrics.proportions import objective
+from ragen_pl.metrics.record import inherit
 from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded
@@ -145,12 +153,12 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
             with config_errors("model, context or validation set"):
                 components = assemble(cfg)
             report_template(components.proxy.context)
-            logger = build_logger(cfg, run)
+            loggers = build_loggers(cfg, run)
             if first and not launched:
-                report_views(run, logger)
-            with closing_at_end(logger):
-                components = warm_start(components, run, logger)
-                metrics = reinforce(components, run, logger, start=start)
+                report_views(run, loggers)
+            with closing_at_end(loggers):
+                components = warm_start(components, run, loggers)
+                metrics = reinforce(components, run, loggers, start=start)
                 return TrainedRun(metrics, run.folder, components.policy)
         except (RolloutError, RankStatesError) as error:
             raise ConfigError(str(error)) from error
@@ -188,6 +196,8 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     with hold(run.folder):
         remove_leftovers(run.folder)
+        if run.checkpoint is not None and (source := run_of(run.checkpoint)) is not None:
+            inherit(run.folder, source)
         remove_leftovers(run.checkpoints)
         kept, difference = keep_settings(cfg, run.folder, resumed=run.resumed)
         if difference is not None:
@@ -207,19 +217,20 @@ def kept_checkpoints(callbacks: Sequence[pl.Callback]) -> int:
 
 
 @contextmanager
-def closing_at_end(logger: Any) -> Iterator[None]:
-    """Close a logger that has a connection to close, after all phases of the run."""
+def closing_at_end(loggers: Sequence[Logger]) -> Iterator[None]:
+    """Close the loggers that have a connection to close, after all phases of the run."""
     try:
         yield
     except Stopped:
         ending()
         raise
     finally:
-        if isinstance(logger, ClosesAtEnd):
-            logger.close()
+        for logger in loggers:
+            if isinstance(logger, ClosesAtEnd):
+                logger.close()
 
 
-def warm_start(components: RunComponents, run: Run, logger: Any) -> RunComponents:
+def warm_start(components: RunComponents, run: Run, loggers: Sequence[Logger]) -> RunComponents:
     """Load the run's initial weights; learn them from demonstrations or records if there are none yet.
 
     Returns:
@@ -236,14 +247,16 @@ def warm_start(components: RunComponents, run: Run, logger: Any) -> RunComponent
         _copy_initial_weights(given, weights)
         return components
     if not run.has_initial_weights:
-        learn_from_demonstrations(components, run, logger)
+        learn_from_demonstrations(components, run, loggers)
     if is_sharded(components.policy):
         components = assemble(components.cfg)
     load_initial_weights(components, weights, source=str(weights))
     return components
 
 
-def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) -> None:
+def learn_from_demonstrations(
+    components: RunComponents, run: Run, loggers: Sequence[Logger]
+) -> None:
     """Train policy and critic on demonstrations or records and write their weights into the run's folder."""
     cfg = components.cfg
     check_images(components.policy, components.proxy.environments)
@@ -262,7 +275,7 @@ def learn_from_demonstrations(components: RunComponents, run: Run, logger: Any) 
         {name: value for name, value in plain(cfg.trainer).items() if name in shared},
         max_steps=cfg.warm_start.steps,
         max_epochs=-1,
-        logger=logger,
+        logger=list(loggers),
         log_every_n_steps=20,
         enable_model_summary=False,
         default_root_dir=run.folder,
@@ -315,7 +328,7 @@ def _copy_initial_weights(given: Path, copy: Path) -> None:
 
 
 def reinforce(
-    components: RunComponents, run: Run, logger: Any, *, start: float
+    components: RunComponents, run: Run, loggers: Sequence[Logger], *, start: float
 ) -> dict[str, float]:
     """Alternate rollouts and updates, then measure the last weights on every validation set."""
     cfg = components.cfg
@@ -332,15 +345,15 @@ def reinforce(
             callback.dirpath = str(run.checkpoints)
     trainer = build_trainer(
         plain(cfg.trainer),
-        logger=logger,
+        logger=list(loggers),
         callbacks=callbacks,
         num_sanity_val_steps=0,
         enable_model_summary=False,
         log_every_n_steps=1,
         default_root_dir=run.folder,
     )
-    if logger:
-        digest = components.validation_sets[0].digest()
+    digest = components.validation_sets[0].digest()
+    for logger in loggers:
         logger.log_hyperparams({"validation_digest": digest})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=not cfg.trust)
     if validates and not last.metrics:

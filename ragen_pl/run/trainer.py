@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.assembly.build import choose_accelerator
 from ragen_pl.base.stop_signals import Stopped, ending, forward_to
+from ragen_pl.callbacks.clock import RunClock
 from ragen_pl.checkpoints.rank_states import rank_states_in
 from ragen_pl.checkpoints.sharded_checkpoint import CheckpointFiles, folder_for, remove_shards
 from ragen_pl.config.errors import config_errors
@@ -168,8 +169,13 @@ def build_trainer(
             "accelerator": accelerator,
             "strategy": strategy,
             "plugins": [CheckpointFiles(), ranks.cluster_environment()],
-            # they hear of an error, and of the end of a rollout, first
-            "callbacks": [_ReportError(), *_phase_limits(configured), *(callbacks or [])],
+            # they hear of an error, and of a change of phase, first
+            "callbacks": [
+                _ReportError(),
+                RunClock(),
+                *_phase_limits(configured),
+                *(callbacks or []),
+            ],
         }
         given = {name: value for name, value in configured.items() if name not in LIMITS}
         if given.get("check_val_every_n_epoch") == "auto":

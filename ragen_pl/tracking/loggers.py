@@ -1,14 +1,13 @@
-"""Loggers of a run. All continue the curves of an interrupted run.
+"""Loggers of a run. Each writes the run's record of metrics, and gives what it tracks the points of the record.
 
-A resumed run repeats the steps since its checkpoint and is bit-identical. A point that was logged before
-is therefore not logged again, and a curve has one point for each step.
+A resumed run repeats the steps since its checkpoint and is bit-identical. A point that was tracked before
+is therefore not tracked again, and a curve has one point for each step (`ragen_pl.metrics.record`).
 """
 
 from __future__ import annotations
 
-import csv
 import logging
-import re
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
-from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
@@ -29,11 +28,12 @@ from ragen_pl.base.settings_files import newest_settings
 from ragen_pl.checkpoints.lock import hold
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.trust import check_folder, is_own
-from ragen_pl.tracking.logged_points import LoggedPoints
-from ragen_pl.tracking.mlflow_calls import FOLDER, LazyClient, RunCalls, now_ms, points_in
+from ragen_pl.metrics.record import MetricsRecord, Point, RecordReader, entries
+from ragen_pl.tracking.mlflow_calls import FOLDER, LazyClient, RunCalls, last_position
 from ragen_pl.tracking.mlflow_process import process_of_run
 from ragen_pl.tracking.mlflow_run import (
     RUN_FILE,
+    UNTHINNED,
     check_address,
     check_reachable,
     flattened,
@@ -58,17 +58,64 @@ _SYNC_S = 3600.0
 _STOPS = (KeyboardInterrupt, SystemExit, SIGTERMException)
 # Lightning adds `epoch` to every point, and the phases of a run count their steps from 0
 _NOT_LOGGED = frozenset({"epoch"})
-# characters that MLflow has not in the name of a metric
-_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_/. -]+")
-# not thinned: validations are few already, a warm start counts steps, and an alarm is at one iteration
-_WHOLE = ("val", "warm_start/", "collapse/")
 
 
-class RunLogger(MLFlowLogger):
+class KeepsRecord(Logger):
+    """Base of loggers of one run folder: writes the run's record, and tracks the points that come into it.
+
+    Attributes:
+        record: the record; None on other ranks than the first.
+    """
+
+    record: MetricsRecord | None = None
+
+    def open_record(self, folder: Path) -> None:
+        """Open the record of a run's folder, on the first rank."""
+        if not rank_zero_only.rank:  # type: ignore[attr-defined]
+            self.record = MetricsRecord(folder.absolute())
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log the metrics that have no point at this step."""
+        assert self.record is not None
+        named = {name: value for name, value in metrics.items() if name not in _NOT_LOGGED}
+        for point in self.record.add(named, step or 0):
+            self.track(point)
+
+    def track(self, point: Point) -> None:
+        """Log a point elsewhere too."""
+
+    @rank_zero_only
+    def keep(self, count: int) -> None:
+        """Drop all points of the record but the first ones: a resumed run logs the others again."""
+        assert self.record is not None
+        self.record.keep(count)
+
+
+class RecordLogger(KeepsRecord):
+    """Logger of one run folder that writes the run's record, `metrics.jsonl`, and nothing else.
+
+    Args:
+        run_dir: the run's folder.
+    """
+
+    needs_trust = ("*",)
+    name, version = "record", 0
+
+    def __init__(self, *, run_dir: str) -> None:
+        super().__init__()
+        self.open_record(Path(run_dir))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Log nothing: the config is in the run's folder."""
+
+
+class RunLogger(KeepsRecord, MLFlowLogger):
     """MLflow logger of one run folder: one MLflow run, however often it is resumed.
 
-    What is logged goes into a file of the folder and is sent from there (`ragen_pl.tracking.outbox`) by a process that
-    loads MLflow. A server that is locked, away or deleted does not concern the training.
+    What is logged goes into files of the folder and is sent from there (`ragen_pl.tracking.outbox`) by a process that
+    loads MLflow. A server that is locked, away or deleted does not concern the training. Of the run's record it gets
+    all points that it has not got, those before it was switched on too.
 
     Args:
         run_dir: the run's folder, which stores the id of its MLflow run.
@@ -114,22 +161,17 @@ class RunLogger(MLFlowLogger):
         # two processes cannot write one outbox; only rank 0 logs
         self._initialized, self._run_id, self._experiment_id = False, earlier.get("run_id"), None
         self._experiment_name, self._tracking_uri, self._log_model = experiment_name, uri, False
-        self._earlier = LoggedPoints()
         if not rank_zero_only.rank:  # type: ignore[attr-defined]
+            self.open_record(self.folder)
             self._open()
 
     def _open(self) -> None:
         """Create the MLflow run, or go on with it, and log its config."""
+        assert self.record is not None
         # a program that has loaded MLflow sends by itself
         self._process = process_of_run()
         start = None if self._resumed else self._start_run()
         calls = self.folder / FOLDER
-        for points in points_in(calls):
-            names: dict[int, list[str]] = {}
-            for name, _, _, step in points:
-                names.setdefault(step, []).append(name)
-            for step, logged in names.items():
-                self._earlier.add(logged, step)
         self._sender = self._process.sender(self.folder) if self._process else _sender(self.folder)
         self._outbox = Outbox(calls, self._sender)
         self._calls = RunCalls(self._outbox, folder=self.folder)
@@ -143,6 +185,9 @@ class RunLogger(MLFlowLogger):
             name = "config_resumed.yaml" if start is None else "config.yaml"
             self._calls.text(OmegaConf.to_yaml(OmegaConf.create(self.settings)), name)
             self.log_hyperparams(self.settings)
+        # from the last point that an earlier process has put into the outbox
+        self._queued = last_position(calls, below=self.record.size)
+        self._queue_points()
 
     def _start_run(self) -> dict[str, Any]:
         where: dict[str, str] = {"experiment": self._experiment_name, "uri": self._tracking_uri}
@@ -183,22 +228,20 @@ class RunLogger(MLFlowLogger):
         }
         self._calls.params(values)
 
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics that have no point at this step, and are due at it."""
-        # iterations are counted from 1
-        is_due = not step or step == 1 or step % self.every_n_iterations == 0
-        named = {
-            name: value
-            for name, value in metrics.items()
-            if name not in _NOT_LOGGED and (is_due or name.startswith(_WHOLE))
-        }
-        new, now = self._earlier.new(named, step), now_ms()
-        points = [
-            (_NOT_IN_NAMES.sub("", name), value, now, step or 0) for name, value in new.items()
-        ]
-        if points:
-            self._calls.metrics(points)
+    def track(self, point: Point) -> None:
+        """Put the record's new points into the outbox."""
+        self._queue_points()
+
+    def _queue_points(self) -> None:
+        assert self.record is not None
+        for at, _, point in entries(self.record.file, start=max(0, self._queued)):
+            if at == self._queued or isinstance(point, int) or not point.tracked:
+                continue
+            self._queued = at
+            # iterations are counted from 1
+            is_due = point.step <= 1 or point.step % self.every_n_iterations == 0
+            if is_due or any(name.startswith(UNTHINNED) for name in point.metrics):
+                self._calls.put("points", at=at, thinned=not is_due)
 
     @rank_zero_only
     def log_files(self, path: Path, *, place: str) -> None:
@@ -257,8 +300,8 @@ class RunLogger(MLFlowLogger):
         return str(self.folder)
 
 
-class RunCSVLogger(CSVLogger):
-    """CSV files in `<run_dir>/csv`, which a resumed run continues.
+class RunCSVLogger(KeepsRecord, CSVLogger):  # type: ignore[misc]
+    """The run's record as CSV files in `<run_dir>/csv`.
 
     Args:
         run_dir: the run's folder.
@@ -268,41 +311,34 @@ class RunCSVLogger(CSVLogger):
     needs_trust = ("*",)
 
     def __init__(self, *, run_dir: str, settings: Mapping[str, Any] | None = None) -> None:
-        # a killed run loses no row that its checkpoint is behind
-        super().__init__(save_dir=run_dir, name="", version="csv", flush_logs_every_n_steps=1)
-        self._logged: set[tuple[str, str]] = set()
-        if rank_zero_only.rank:  # type: ignore[attr-defined]
-            return
-        earlier = self._earlier_rows(Path(self.log_dir) / "metrics.csv")
-        self.experiment.metrics = list(earlier)
-        self._logged = {(name, row["step"]) for row in earlier for name in row}
-        if settings:
-            self.log_hyperparams(dict(settings))
-        self.save()
-
-    def _earlier_rows(self, file: Path) -> list[dict[str, str]]:
-        """Return the rows written before the run was resumed. Lightning's writer would delete them."""
-        if not file.exists():
-            return []
-        with file.open(newline="") as stream:
-            rows = [
-                {name: value for name, value in row.items() if value}
-                for row in csv.DictReader(stream)
-            ]
-        file.replace(Path(self.save_dir) / "metrics_before_resume.csv")
-        (file.parent / "hparams.yaml").unlink(missing_ok=True)
-        return rows
+        # as the record, a line at a time
+        CSVLogger.__init__(
+            self, save_dir=run_dir, name="", version="csv", flush_logs_every_n_steps=1
+        )
+        self._settings = dict(settings or {})
+        self.open_record(Path(run_dir))
+        self._write_again()
 
     @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log the metrics that have no value at this step."""
-        new = {
-            name: value
-            for name, value in metrics.items()
-            if name not in _NOT_LOGGED and (name, str(step)) not in self._logged
-        }
-        if new:
-            super().log_metrics(new, step)
+    def _write_again(self) -> None:
+        assert self.record is not None
+        shutil.rmtree(self.log_dir, ignore_errors=True)
+        self._experiment = None
+        for point in RecordReader(self.record.folder).points():
+            self.experiment.log_metrics(point.metrics, point.step)
+        if self._settings:
+            self.log_hyperparams(self._settings)
+        self.save()
+
+    @rank_zero_only
+    def keep(self, count: int) -> None:
+        """Drop the points after the first ones of the record, and their rows."""
+        super().keep(count)
+        self._write_again()
+
+    def track(self, point: Point) -> None:
+        """Write a point."""
+        CSVLogger.log_metrics(self, dict(point.metrics), point.step)
 
     @rank_zero_only
     def save(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -32,14 +32,25 @@ Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Point = tuple[str, float, Whole, Whole]
 """Name, value, time in milliseconds and step."""
 
-_POINTS = TypeAdapter(list[Point])
+Position = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+"""Byte of the run's record that a point begins at."""
+
+_POSITION = TypeAdapter(Position)
 
 
-def points_in(folder: Path) -> Iterator[list[Point]]:
-    """Yield the points of each call in a folder that has some."""
+def last_position(folder: Path, *, below: int) -> int:
+    """Return the last position in the record that a folder's calls have, -1 if they have none.
+
+    Args:
+        folder: Folder of the calls.
+        below: Size of the record. Positions behind its end are none.
+    """
+    last = -1
     for call in calls_in(folder):
         with suppress(ValidationError):
-            yield _POINTS.validate_python(call.get("points"))
+            position = _POSITION.validate_python(call.get("at"))
+            last = max(last, position if position < below else -1)
+    return last
 
 
 class RunCalls:

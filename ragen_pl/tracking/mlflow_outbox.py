@@ -6,6 +6,7 @@ MLflow takes seconds to load. Runs load it in a process of its own, see `ragen_p
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
 from mlflow.utils.uri import validate_path_is_safe
-from pydantic import AfterValidator, Field, ValidationError, validate_call
+from pydantic import AfterValidator, Field, StrictBool, ValidationError, validate_call
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
@@ -28,8 +29,24 @@ from ragen_pl.base.foreign_files import ForeignFileError, check_plain
 from ragen_pl.base.records import FILE, read_records
 from ragen_pl.checkpoints.lock import one_at_a_time
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.tracking.mlflow_calls import COPIES, FOLDER, Point, QueuedWrites, RunCalls, Whole
-from ragen_pl.tracking.mlflow_run import check_reachable, known_run, version_tags, write_run_file
+from ragen_pl.metrics.record import FILE as RECORD
+from ragen_pl.metrics.record import point_at
+from ragen_pl.tracking.mlflow_calls import (
+    COPIES,
+    FOLDER,
+    Point,
+    Position,
+    QueuedWrites,
+    RunCalls,
+    Whole,
+)
+from ragen_pl.tracking.mlflow_run import (
+    UNTHINNED,
+    check_reachable,
+    known_run,
+    version_tags,
+    write_run_file,
+)
 from ragen_pl.tracking.outbox import Call, RefusedError, calls_in
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
@@ -38,6 +55,8 @@ _PARAMS_PER_BATCH, _METRICS_PER_BATCH = 100, 1000
 _VIEW = "mlflow.experimentKind"
 _Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 _NOT_FOUND = "RESOURCE_DOES_NOT_EXIST"
+# characters that MLflow takes in no name
+_OTHER_CHARACTERS = re.compile("[^a-zA-Z0-9_/. -]+")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS")
 
 
@@ -84,6 +103,7 @@ class MlflowSender:
         self._client: Any = None
         sends: dict[str, Callable[..., None]] = {
             "start": self._send_start,
+            "points": self._send_points,
             "metrics": self._send_metrics,
             "params": self._send_params,
             "tag": self._send_tag,
@@ -167,6 +187,21 @@ class MlflowSender:
         self, experiment: str, name: str, tags: dict[str, str], artifacts: str | None = None
     ) -> None:
         """Do nothing: the call is for a store without the run. `artifacts` is of an earlier version."""
+
+    def _send_points(self, at: Position, thinned: StrictBool) -> None:
+        """Send a point of the run's record, whose line begins at a byte of it."""
+        point = point_at(self._inside(RECORD), at)
+        if point is None or point.time is None:
+            raise RefusedError(f"{RECORD}: no point at byte {at}")
+        now = int(1000 * point.time)
+        # as the arguments of a call are, the numbers of the record are checked
+        self._sends["metrics"](
+            points=[
+                (_OTHER_CHARACTERS.sub("", name), value, now, point.step)
+                for name, value in point.metrics.items()
+                if not thinned or name.startswith(UNTHINNED)
+            ]
+        )
 
     def _send_metrics(self, points: list[Point]) -> None:
         metrics = [Metric(*point) for point in points]

@@ -20,6 +20,9 @@ from ragen_pl.config.trust import is_signed, signed
 RUN_FILE = "mlflow_run.json"
 """File in a run's folder with the id of its MLflow run."""
 
+UNTHINNED = ("val", "warm_start/", "collapse/")
+"""Beginnings of metrics that are logged at all iterations: validations, steps of the warm start, alarms."""
+
 _TIMEOUT_S = 3.0
 _PACKAGES = ("ragen_pl", "torch", "lightning", "transformers", "mlflow")
 

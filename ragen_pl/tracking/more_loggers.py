@@ -21,20 +21,18 @@ from PIL import Image
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.foreign_files import json_object
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.tracking.logged_points import MetricsFile
+from ragen_pl.metrics.record import FILE, Point
+from ragen_pl.tracking.loggers import KeepsRecord
 from ragen_pl.tracking.mlflow_run import flattened
 
 log = logging.getLogger(__name__)
-_METRICS, _WANDB_RUN = "metrics.jsonl", "wandb_run.json"
-_NOT_LOGGED = frozenset({"epoch"})
+_WANDB_RUN = "wandb_run.json"
 # seconds to send what is left, at the end of the run
 _FINISH_S = 60.0
 
 
-class RunWandbLogger(WandbLogger):
+class RunWandbLogger(KeepsRecord, WandbLogger):
     """Weights & Biases logger of one run folder: one run there, however often it is resumed.
-
-    The metrics are in the run's `metrics.jsonl` too, whatever the server does.
 
     Args:
         run_dir: the run's folder, which stores the id of the run.
@@ -68,7 +66,8 @@ class RunWandbLogger(WandbLogger):
         offline: bool = False,
     ) -> None:
         self.folder = Path(run_dir).absolute()
-        super().__init__(
+        WandbLogger.__init__(
+            self,
             name="/".join(self.folder.parts[-2:]),
             save_dir=self.folder,
             project=project,
@@ -77,7 +76,7 @@ class RunWandbLogger(WandbLogger):
         self._trouble = _Trouble("Weights & Biases")
         if rank_zero_only.rank:  # type: ignore[attr-defined]
             return
-        self._metrics_file = MetricsFile(self.folder / _METRICS)
+        self.open_record(self.folder)
         self._wandb_init["id"] = self._id = self._known_id()
         try:
             self.log_hyperparams(dict(settings or {}))
@@ -97,14 +96,11 @@ class RunWandbLogger(WandbLogger):
             partial.write_text(json.dumps({"id": name}))
         return name
 
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics that have no point at this step."""
-        named = {name: value for name, value in metrics.items() if name not in _NOT_LOGGED}
-        if new := self._metrics_file.new(named, step):
+    def track(self, point: Point) -> None:
+        """Log a point that was not logged before."""
+        if point.tracked:
             with self._trouble:
-                super().log_metrics(new, step)
-            self._metrics_file.add(new, step)
+                WandbLogger.log_metrics(self, point.metrics, point.step)
 
     @rank_zero_only
     def log_files(self, path: Path, *, place: str) -> None:
@@ -130,10 +126,8 @@ class RunWandbLogger(WandbLogger):
                 )
 
 
-class RunTensorBoardLogger(TensorBoardLogger):
+class RunTensorBoardLogger(KeepsRecord, TensorBoardLogger):
     """TensorBoard files in `<run_dir>/tensorboard`, which a resumed run continues.
-
-    The metrics are in the run's `metrics.jsonl` too.
 
     Args:
         run_dir: the run's folder.
@@ -148,10 +142,12 @@ class RunTensorBoardLogger(TensorBoardLogger):
         _require("tensorboard", extra="tensorboard")
 
     def __init__(self, *, run_dir: str, settings: Mapping[str, Any] | None = None) -> None:
-        super().__init__(save_dir=run_dir, name="", version="tensorboard", default_hp_metric=False)
+        TensorBoardLogger.__init__(
+            self, save_dir=run_dir, name="", version="tensorboard", default_hp_metric=False
+        )
         if rank_zero_only.rank:  # type: ignore[attr-defined]
             return
-        self._metrics_file = MetricsFile(Path(run_dir) / _METRICS)
+        self.open_record(Path(run_dir))
         self._step = 0
         text = OmegaConf.to_yaml(OmegaConf.create(dict(settings or {})))
         # indented text is shown as it is
@@ -163,15 +159,12 @@ class RunTensorBoardLogger(TensorBoardLogger):
         for name, value in flattened(vars(params) if isinstance(params, Namespace) else params):
             self.experiment.add_text(name, value)
 
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics that have no point at this step."""
-        named = {name: value for name, value in metrics.items() if name not in _NOT_LOGGED}
-        if new := self._metrics_file.new(named, step):
-            super().log_metrics(new, step)
+    def track(self, point: Point) -> None:
+        """Log a point that was not logged before."""
+        if point.tracked:
+            TensorBoardLogger.log_metrics(self, point.metrics, point.step)
             self.experiment.flush()
-            self._metrics_file.add(new, step)
-            self._step = step or 0
+            self._step = point.step
 
     @rank_zero_only
     def log_files(self, path: Path, *, place: str) -> None:
@@ -200,7 +193,7 @@ class _Trouble:
         if not self._has_warned:
             self._has_warned = True
             text = " ".join(str(error).split())
-            log.warning(f"{self.name}: {text}; the run goes on, and its metrics are in {_METRICS}")
+            log.warning(f"{self.name}: {text}; the run goes on, and its metrics are in {FILE}")
         return True
 
 

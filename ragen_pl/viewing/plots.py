@@ -1,6 +1,6 @@
 """Plots of a run: success by iteration and by wall time, with intervals, and time by phase.
 
-They are drawn from rows, one an iteration, which `ragen_pl.callbacks.plots` collects. The live
+They are drawn from rows, one an iteration, of the run's record (`ragen_pl.metrics.record`). The live
 view reads the same rows.
 """
 
@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from ragen_pl.base.files import atomic_write
 from ragen_pl.metrics.proportions import wilson
+from ragen_pl.metrics.record import Row
+from ragen_pl.metrics.shown import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FOLDER, ROWS = "plots", "rows.jsonl"
-"""Folder of a run's plots, and the file of the rows in it."""
+FOLDER = "plots"
+"""Folder of a run's plots."""
 EVENTS = "collapse.jsonl"
 """File of a run's alarms."""
-Row = dict[str, float]
-"""Metrics of an iteration: `iteration`, `elapsed_s`, `rollout/success`, `val/success`, `time/rollout_s` ..."""
 
-PHASES = ("rollout", "update", "validation", "other")
 _PHASE_COLORS = {
     "rollout": "#2f7fd6",
     "update": "#e07b1f",

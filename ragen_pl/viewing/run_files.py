@@ -23,9 +23,11 @@ from ragen_pl.base.records import FILE, read_records
 from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.checkpoints import lock
 from ragen_pl.metrics.proportions import Z, wilson
+from ragen_pl.metrics.record import RecordReader, Row
+from ragen_pl.metrics.shown import is_drawn
 from ragen_pl.viewing.outcomes import count_kinds
 from ragen_pl.viewing.page import page_html
-from ragen_pl.viewing.plots import EVENTS, FOLDER, ROWS, Row, stage_starts
+from ragen_pl.viewing.plots import EVENTS, stage_starts
 
 _METRICS = "metrics.json"
 # bytes of a file that is read
@@ -64,7 +66,7 @@ def _started(folder: Path) -> float:
 def overview(folder: Path) -> dict[str, Any]:
     """Return a run's line of the table: state, names, iterations, last success with its interval."""
     settings = settings_of(folder)
-    last, trained, measured = _last_rows(folder, _changed(folder / FOLDER / ROWS))
+    last, trained, measured = _last_rows(folder, _changed(_reader_of(folder).file))
     return {
         "state": state_of(folder),
         "env": settings.get("env.name", ""),
@@ -128,12 +130,16 @@ def _model_name(settings: Mapping[str, str]) -> str:
 
 def read_rows(folder: Path) -> list[Row]:
     """Return the rows of a run's curves, with 95% intervals: `rollout/success_low`, `rollout/success_high` ..."""
-    rows = []
-    for line in _lines(folder, f"{FOLDER}/{ROWS}"):
-        row = {name: float(value) for name, value in line.items() if _is_finite(value)}
-        if "iteration" in row and "elapsed_s" in row:
-            rows.append(row | _intervals(row))
-    return rows
+    reader = _reader_of(folder)
+    if not _is_readable(folder, reader.file, most=_MAX_BYTES_OF_RECORDS):
+        return []
+    return [row | _intervals(row) for row in reader.rows()]
+
+
+@lru_cache(maxsize=64)
+def _reader_of(folder: Path) -> RecordReader:
+    """Return the reader of a run's record, which reads each line once."""
+    return RecordReader(folder, only=is_drawn)
 
 
 def _is_finite(value: object) -> bool:
@@ -296,11 +302,16 @@ def _text(folder: Path, name: str) -> str:
     """Return the text of a file of the run, empty if there is none that may be read."""
     file = folder / name
     try:
-        if not is_inside(folder, file) or file.stat().st_size > _MAX_BYTES:
+        if not _is_readable(folder, file):
             return ""
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:  # removed or replaced at this moment
         return ""
+
+
+def _is_readable(folder: Path, file: Path, *, most: int = _MAX_BYTES) -> bool:
+    """Return whether a file is a plain one of the run, of a limited size."""
+    return is_inside(folder, file) and file.stat().st_size <= most
 
 
 def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:

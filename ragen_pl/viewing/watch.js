@@ -1,25 +1,7 @@
+// CHARTS, FAMILIES and PART come from ragen_pl/metrics/shown.py; a column's interval is in its _low and _high.
 const PERIOD_MS = 2000;
 const COLORS = ["#2f7fd6", "#e07b1f", "#3a9a63", "#b0549f", "#c2433a", "#7a6fd0", "#8a8f2a", "#2aa0a8"];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
-// Title, lines (column and label), and the axis if it is fixed. A column's interval is in its _low and _high.
-const CHARTS = [
-  ["Success", [["val/success", "validation"], ["rollout/success", "training"]], [0, 1]],
-  ["Return", [["val/return", "validation"], ["rollout/return", "training"]]],
-  ["Entropy, nats per token", [["rollout/entropy", "training"]]],
-  ["KL, nats per token", [["update/approx_kl", "of the update"], ["update/reference_kl", "to the reference"]]],
-  ["Clipped fraction of tokens", [["update/clip_fraction", "update"]]],
-  ["Valid actions", [["val/valid_actions", "validation"], ["rollout/valid_actions", "training"]], [0, 1]],
-  ["Turns", [["val/turns", "validation"], ["rollout/turns", "training"]]],
-  ["Tokens of a response", [["val/response_tokens", "validation"], ["rollout/response_tokens", "training"]]],
-  ["Actions with an effect", [["val/effective_actions", "validation"], ["rollout/effective_actions", "training"]], [0, 1]],
-  ["Responses at their length limit", [["val/overlong_responses", "validation"], ["rollout/overlong_responses", "training"]], [0, 1]],
-  ["Truncated episodes", [["val/truncated", "validation"], ["rollout/truncated", "training"]], [0, 1]],
-  ["Failed episodes", [["val/failed_episodes", "validation"], ["rollout/failed_episodes", "training"]]],
-  ["Seconds by phase", ["rollout", "update", "validation", "other"].map((phase) => [`time/${phase}_s`, phase])],
-];
-const PART = "rollout/reward/";
-// Groups of columns that a chart shows together, by the prefix of their names.
-const FAMILIES = [["Gradient norm before clipping", "update/gradient_norm_"], ["Learning rate", "update/learning_rate"], ["Memory in use, GiB", "memory/"]];
 const SMOOTHING = { none: 1, "5 points": 5, "20 points": 20 };
 // Half of a 95% interval of a mean in standard errors, by the number of values less one (Student's t); 1.96 beyond.
 const STUDENT = [NaN, 12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23];

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from ragen_pl.base.access import refusal
+from ragen_pl.metrics.shown import CHARTS, FAMILIES, REWARD_PART
 from ragen_pl.viewing.page import filled, json_for_script, script_of, text_of
 from ragen_pl.viewing.run_files import (
     differences,
@@ -83,8 +84,10 @@ class RunWatch:
         return _text(page, "text/html", policy=_VIEW)
 
     async def script(self, request: web.Request) -> web.Response:
-        """Return the view's script."""
-        return _text(script_of("watch.js"), "text/javascript", policy=_VIEW)
+        """Return the view's script, with the table of what it shows."""
+        shown = {"CHARTS": CHARTS, "FAMILIES": FAMILIES, "PART": REWARD_PART}
+        table = "".join(f"const {name} = {json_for_script(it)};\n" for name, it in shown.items())
+        return _text(table + script_of("watch.js"), "text/javascript", policy=_VIEW)
 
     async def runs(self, request: web.Request) -> web.Response:
         """Return a line of the table for each run, the newest first."""

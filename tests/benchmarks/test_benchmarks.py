@@ -14,6 +14,7 @@ from support.models.tiny_models import TEXT
 
 from ragen_pl.callbacks.collapse import Alarm
 from ragen_pl.engines.in_process.engine import TransformersEngine
+from ragen_pl.metrics.record import MetricsRecord
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
 
@@ -162,14 +163,13 @@ def test_comparison_reports_means_over_seeds_and_paired_differences(tmp_path: Pa
         for seed, last in enumerate(lasts):
             cell = comparison.Cell(environment="frozenlake_visual", algorithm=algorithm, seed=seed)
             folder = folders[cell.environment, cell.algorithm, seed] = cell.folder(tmp_path)
-            (folder / "plots").mkdir(parents=True)
-            rows = [
-                {"iteration": 10 * n, "elapsed_s": 60.0 * n, "val/success": last * n}
-                for n in (0, 1)
-            ]
+            folder.mkdir(parents=True)
+            record = MetricsRecord(folder)
+            for n in (0, 1):
+                record.add({"elapsed_s": 60.0 * n, "val/success": last * n}, 10 * n)
             # the last quarter of five iterations is two of them
-            rows += [{"iteration": n, "rollout/success": last * (n > 3)} for n in range(1, 6)]
-            (folder / "plots" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            for n in range(1, 6):
+                record.add({"elapsed_s": 6.0 * n, "rollout/success": last * (n > 3)}, n)
             (folder / "metrics.json").write_text(json.dumps({"val/think_accuracy": last}))
     page = tmp_path / "results.md"
     report.write_report(folders, page=page, budget="10 iterations")

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "viewing": BASE | {"checkpoints", "data", "metrics"},
     "callbacks": BASE | {"algorithms", "data", "loops", "metrics", "models", "modules", "viewing"},
     "ranks": BASE | {"checkpoints", "config", "engines", "loops"},
-    "tracking": BASE | {"checkpoints", "config", "viewing"},
+    "tracking": BASE | {"checkpoints", "config", "metrics", "viewing"},
     "assembly": BASE | LEARNING | {"config", "tracking"},
     "run": BASE | LEARNING | {"assembly", "callbacks", "config", "ranks", "tracking"},
     "memory": BASE | LEARNING | {"assembly", "callbacks", "config", "run"},

@@ -14,13 +14,12 @@ import pytest
 from support.episodes.trajectories import make_trajectory, make_turn
 
 from ragen_pl.base.records import ImageFiles, write_records
-from ragen_pl.callbacks.plots import RowsFile
 from ragen_pl.callbacks.trajectories import write_strips
 from ragen_pl.checkpoints.folder import Run
 from ragen_pl.checkpoints.starts import counted_start
 from ragen_pl.config.ending import ending_of
+from ragen_pl.metrics.record import MetricsRecord, Point
 from ragen_pl.run.last_weights import write_metrics
-from ragen_pl.tracking.logged_points import MetricsFile
 from ragen_pl.tracking.loggers import RunCSVLogger
 from ragen_pl.tracking.outbox import Outbox
 from ragen_pl.trajectory import Observation
@@ -46,7 +45,7 @@ def start(folder: Path) -> None:
 
 def csv(folder: Path) -> None:
     logger = RunCSVLogger(run_dir=str(folder))
-    logger.log_metrics({"a": 1.0}, step=1)
+    logger.track(Point(1, {"a": 1.0}))
     logger.save()
 
 
@@ -69,10 +68,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "0.png": strips,
     "images/*.png": images,
     "trajectories.jsonl": lambda folder: write_records([{"a": 1}], folder),
-    "rows.jsonl": lambda folder: RowsFile().write(folder / "rows.jsonl", [ROW]),
     "*.png": lambda folder: draw_plots([ROW], folder, title="a"),
     "metrics.json": lambda folder: write_metrics({"a": 1.0}, Run(folder)),
-    "points.jsonl": lambda folder: MetricsFile(folder / "points.jsonl").add({"a": 1.0}, 1),
+    "metrics.jsonl": lambda folder: MetricsRecord(folder).add({"a": 1.0}, 1),
     "starts.jsonl": start,
     "csv/metrics.csv": csv,
     "calls.jsonl": outbox,

@@ -22,6 +22,7 @@ from support.runs.module_process import start_module
 from torch.utils.data import DataLoader
 
 from ragen_pl.config import ConfigError
+from ragen_pl.metrics.record import MetricsRecord
 from ragen_pl.tracking.loggers import RunCSVLogger, RunLogger
 from ragen_pl.tracking.mlflow_outbox import client_of_new_store
 from ragen_pl.tracking.mlflow_run import check_reachable, tracking_uri, version_tags
@@ -290,10 +291,8 @@ def test_points_are_logged_every_few_iterations(run: Path) -> None:
 
 def test_points_of_an_earlier_process_are_known_by_the_iteration(run: Path) -> None:
     """A resumed run keeps one entry of them an iteration."""
-    first = RunLogger(run_dir=str(run), settings=settings(run.parents[1]))
+    first = MetricsRecord(run)
     for step in range(1, 6):
-        first.log_metrics({f"rollout/{n}": 0.5 for n in range(30)}, step)
-    first.close()
-    resumed = RunLogger(run_dir=str(run), settings=settings(run.parents[1]))
-    assert [len(resumed._earlier._at[step]) for step in range(1, 6)] == [1] * 5
-    resumed.close()
+        first.add({f"rollout/{n}": 0.5 for n in range(30)}, step)
+    resumed = MetricsRecord(run)
+    assert [len(resumed._ever._at[step]) for step in range(1, 6)] == [1] * 5

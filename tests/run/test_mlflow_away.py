@@ -14,9 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from soak.soak_services import lines_of, points_of, unsent
+from soak.soak_services import points_of, unsent
 from support.runs.module_process import start_module
 from support.runs.small_runs import ROOT, SMALL, TESTS, free_port
+
+from ragen_pl.metrics.record import RecordReader
 
 AWAY_S = 300.0
 LIMIT_S = 900.0
@@ -74,7 +76,7 @@ def test_a_run_goes_on_while_its_server_is_killed_for_five_minutes(tmp_path, emp
     output = tmp_path / "output.txt"
 
     def iterations() -> int:
-        return sum(1 for _ in lines_of(tmp_path / "run" / "plots" / "rows.jsonl"))
+        return len(RecordReader(tmp_path / "run").rows())
 
     def sent() -> int:
         steps = [step for name, step in points_of(tmp_path / "mlflow.db") if name == METRIC]

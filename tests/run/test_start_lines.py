@@ -53,8 +53,8 @@ def test_start_names_the_live_view_and_mlflow(
 ) -> None:
     run, uri = Run(tmp_path / "a run"), f"sqlite:///{tmp_path}/mlflow.db"
     with caplog.at_level(logging.INFO):
-        report_views(run, MLFlowLogger(tracking_uri=uri))
-        report_views(run, False)
+        report_views(run, [MLFlowLogger(tracking_uri=uri)])
+        report_views(run, [])
     # a store that is made has lines of its own
     records = [record for record in caplog.records if record.name == "ragen_pl.run.reports"]
     view, mlflow, again = [record.getMessage() for record in records]

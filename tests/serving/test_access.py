@@ -199,7 +199,9 @@ def test_the_live_view_answers_whatever_a_folder_holds(tmp_path, caplog):
         place.write_text(line + "\n", encoding="latin-1")
         (run / "config.yaml").write_text("env: {name: x}\n")
         (run / "plots").mkdir()
-        for name in ("plots/rows.jsonl", "collapse.jsonl"):
+        # runs of an earlier version have rows
+        rows = "plots/rows.jsonl" if number % 2 else "metrics.jsonl"
+        for name in (rows, "collapse.jsonl"):
             deep = '{"iteration": 1, "elapsed_s": 1, "message": ' + "[" * 150 + "]" * 150 + "}"
             (run / name).write_text(
                 "\n".join([deep, line, "null", '{"iteration": "x"}', "9" * 5000])

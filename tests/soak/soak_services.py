@@ -330,8 +330,9 @@ def unsent(folder: Path) -> list[str]:
     Args:
         folder: Of the run and of MLflow's sqlite file.
     """
-    calls = lines_of(folder / "run" / "mlflow" / "calls.jsonl")
-    logged = {(name, step) for call in calls for name, _, _, step in call.get("points", ())}
+    points = lines_of(folder / "run" / "metrics.jsonl")
+    tracked = [point for point in points if point.get("tracked", "metrics" in point)]
+    logged = {(name, point["step"]) for point in tracked for name in point["metrics"]}
     kept = points_of(folder / "mlflow.db")
     print(f"points: {len(logged)} logged, {len(kept)} in MLflow")
     return (

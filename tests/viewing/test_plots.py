@@ -1,9 +1,9 @@
-"""Plots of a run: a row an iteration, drawn at the end, continued after a resume."""
+"""Plots of a run: drawn from the rows of its record, which has one an iteration and is continued after a resume."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import math
 import sys
 import threading
 import time
@@ -17,22 +17,36 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ragen_pl.callbacks.plots import PlotRun, RowsFile
+from ragen_pl.callbacks.clock import RunClock
+from ragen_pl.callbacks.plots import PlotRun
 from ragen_pl.callbacks.summary import page_and_plots
-from ragen_pl.viewing.plots import PHASES, draw_plots, stage_starts
+from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.metrics.record import RecordReader
+from ragen_pl.metrics.shown import PHASES
+from ragen_pl.tracking.loggers import RecordLogger
+from ragen_pl.trajectory import Trajectory
+from ragen_pl.viewing.plots import draw_plots, stage_starts
 
 
 class Data(pl.LightningDataModule):
-    """DataModule with the metrics of its last rollout."""
+    """DataModule whose rollouts are played at once."""
+
+    seed = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.metrics = {
-            "success": 0.25,
-            "episodes": 8.0,
-            "return": float("nan"),
-            "reward/form": 0.5,
-        }
+        self.iteration: int | None = None
+
+    def collect(self, iteration, module, *, progress) -> list[Trajectory]:
+        self.iteration = iteration
+        progress(1, 1)
+        return []
+
+    def has_buffer(self, iteration: int) -> bool:
+        return self.iteration == iteration
+
+    def drop_buffer(self) -> None:
+        self.iteration = None
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         return DataLoader(torch.ones(4, 1), batch_size=2)
@@ -42,51 +56,50 @@ class Data(pl.LightningDataModule):
 
 
 class ScriptedPolicy(pl.LightningModule):
-    """Module that reports a rollout to its callbacks before each epoch, as the rollout/update loop does."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
-
-    def on_train_epoch_start(self) -> None:
-        for callback in self.trainer.callbacks:
-            if isinstance(callback, PlotRun):
-                callback.on_rollout_start(self.trainer, self)
-                callback.on_rollout_end(self.trainer, self, [])
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         return self.layer(batch).mean()
 
     def on_train_epoch_end(self) -> None:
-        self.log("update/approx_kl", 0.01 * (self.trainer.current_epoch + 1))
+        iteration = float(self.trainer.current_epoch + 1)
+        metrics = {"rollout/success": 0.25, "rollout/episodes": 8.0, "rollout/return": math.nan}
+        metrics |= {"rollout/reward/form": 0.5, "update/approx_kl": 0.01 * iteration}
+        self.log_dict(metrics | {"other": 1.0, "step": iteration})
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
-        self.log_dict({"val/success": 0.75, "val/episodes": 400.0})
+        step = float(self.trainer.fit_loop.epoch_progress.current.ready)
+        self.log_dict({"val/success": 0.75, "val/episodes": 400.0, "step": step})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def trainer(folder: Path, plots: PlotRun, **settings: object) -> pl.Trainer:
+def trainer(folder: Path, **settings: object) -> pl.Trainer:
     return pl.Trainer(
-        accelerator="cpu", enable_model_summary=False, enable_progress_bar=False, logger=False,
-        default_root_dir=folder, num_sanity_val_steps=0, check_val_every_n_epoch=2,
-        callbacks=[plots, pl.callbacks.ModelCheckpoint(folder / "kept", save_last=True)], **settings,
+        accelerator="cpu", enable_model_summary=False, enable_progress_bar=False,
+        logger=RecordLogger(run_dir=str(folder)), default_root_dir=folder, num_sanity_val_steps=0,
+        check_val_every_n_epoch=2, callbacks=[
+            RunClock(), RolloutUpdate(validate_first=False), PlotRun(),
+            pl.callbacks.ModelCheckpoint(folder / "kept", save_last=True),
+        ], **settings,
     )  # fmt: skip
 
 
 def rows_in(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "plots" / "rows.jsonl").read_text().splitlines()]
+    return RecordReader(folder).rows()
 
 
-def test_run_keeps_a_row_an_iteration_and_draws_at_its_end(tmp_path: Path) -> None:
-    fitted = trainer(tmp_path, PlotRun(), max_epochs=3)
+def test_run_has_a_row_an_iteration_and_draws_at_its_end(tmp_path: Path) -> None:
+    fitted = trainer(tmp_path, max_epochs=3)
     fitted.fit(ScriptedPolicy(), datamodule=Data())
     rows = rows_in(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3]
-    assert [row.get("val/success") for row in rows] == [None, 0.75, None]
-    # the return is NaN, which JSON does not have
-    assert rows[0]["rollout/success"] == 0.25 and rows[0]["rollout/return"] is None
+    # the last weights are validated at any interval
+    assert [row.get("val/success") for row in rows] == [None, 0.75, 0.75]
+    assert rows[0]["rollout/success"] == 0.25 and "rollout/return" not in rows[0]
     assert rows[0]["rollout/reward/form"] == 0.5
     assert [row["update/approx_kl"] for row in rows] == pytest.approx([0.01, 0.02, 0.03])
     assert set(rows[1]) >= {"time/rollout_s", "time/update_s", "time/validation_s"}
@@ -94,46 +107,28 @@ def test_run_keeps_a_row_an_iteration_and_draws_at_its_end(tmp_path: Path) -> No
         sum(value for name, value in row.items() if name.startswith("time/")) for row in rows
     ]
     assert rows[-1]["elapsed_s"] == pytest.approx(sum(seconds))
-    names = {file.name for file in (tmp_path / "plots").glob("*.png")}
+    names = {file.name for file in (tmp_path / "plots").iterdir()}
     assert names == {"learning_by_iteration.png", "learning_by_time.png", "time_by_phase.png"}
     assert page_and_plots(tmp_path) == {"plots": str(tmp_path / "plots")}
-    fitted.validate(fitted.lightning_module, datamodule=Data(), verbose=False)
-    # The validation after the fit measures the last weights.
-    assert rows_in(tmp_path)[-1]["val/success"] == 0.75
 
 
 def test_resumed_run_continues_the_curves(tmp_path: Path) -> None:
-    trainer(tmp_path, PlotRun(), max_epochs=2).fit(ScriptedPolicy(), datamodule=Data())
+    trainer(tmp_path, max_epochs=2).fit(ScriptedPolicy(), datamodule=Data())
     before = rows_in(tmp_path)
-    again = trainer(tmp_path, PlotRun(), max_epochs=4)
+    again = trainer(tmp_path, max_epochs=4)
     again.fit(ScriptedPolicy(), datamodule=Data(), ckpt_path=str(tmp_path / "kept" / "last.ckpt"))
     rows = rows_in(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4] and rows[0] == before[0]
     # the checkpoint was written at the end of the second iteration's validation
-    assert rows[1]["update/approx_kl"] == pytest.approx(0.02)
     assert rows[1]["val/success"] == 0.75 and rows[1]["time/update_s"] == before[1]["time/update_s"]
     elapsed = [row["elapsed_s"] for row in rows]
     assert elapsed == sorted(elapsed)
 
 
-def test_rows_are_written_once(tmp_path: Path) -> None:
-    file, writer = tmp_path / "rows.jsonl", RowsFile()
-    # of an earlier process, which was killed
-    file.write_text('{"iteration": 9.0}\n{"itera')
-    rows = [{"iteration": 1.0}]
-    writer.write(file, rows)
-    assert file.read_text() == '{"iteration": 1.0}\n'
-    rows += [{"iteration": 2.0}, {"iteration": 3.0, "update/approx_kl": 0.25}]
-    writer.write(file, rows)
-    before = file.stat().st_ino
-    # the last row changes and becomes shorter; those before it stay as they are written
-    rows[2] = {"iteration": 3.0}
-    rows[0]["iteration"] = 7.0
-    writer.write(file, rows)
-    rows.append({"iteration": 4.0})
-    writer.write(file, rows)
-    assert file.read_text().splitlines() == [f'{{"iteration": {n}.0}}' for n in (1, 2, 3, 4)]
-    assert file.stat().st_ino == before
+def test_plots_need_a_record(tmp_path: Path) -> None:
+    alone = pl.Trainer(accelerator="cpu", logger=False, callbacks=[PlotRun()], max_epochs=1)
+    with pytest.raises(ValueError, match=r"give the Trainer a logger .*RecordLogger"):
+        alone.fit(ScriptedPolicy(), datamodule=Data())
 
 
 def test_many_rows_are_one_shape_of_each_phase(tmp_path: Path) -> None:

@@ -36,14 +36,17 @@ def row(iteration: int, **changes: object) -> dict[str, object]:
 
 
 def write_rows(run: Path, rows: list[dict[str, object]]) -> None:
-    (run / "plots").mkdir(exist_ok=True)
-    file = run / "plots" / "new"
-    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    file.replace(run / "plots" / "rows.jsonl")
+    """Append rows to a run's record, in the place of those before."""
+    points = [
+        {"step": one["iteration"], "phase": "training", "time": 1.0, "metrics": one} if one else one
+        for one in rows
+    ]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in [{"keep": 0}, *points])
 
 
-def make_run(run: Path, *, lr: float) -> Path:
-    """Write what a run of four iterations leaves."""
+def make_run(run: Path, *, lr: float, earlier: bool = False) -> Path:
+    """Write what a run of four iterations leaves, or has left in an earlier version."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(
         f"seed: 0\nenv: {{name: maze}}\nalgorithm: {{name: grpo}}\noptimizer: {{lr: {lr}}}\n"
@@ -51,7 +54,12 @@ def make_run(run: Path, *, lr: float) -> Path:
     )
     (run / "run.lock").write_text("")
     last = {"val/success": 0.75, "val/episodes": 64}
-    write_rows(run, [*map(row, range(1, 4)), row(4, **last)])
+    rows = [*map(row, range(1, 4)), row(4, **last)]
+    if earlier:
+        (run / "plots").mkdir()
+        (run / "plots" / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    else:
+        write_rows(run, rows)
     metrics = {"val/success": 0.75, "random_policy/success": 0.25, "optimal_policy/return": 1.5}
     (run / "metrics.json").write_text(json.dumps(metrics))
     event = {"iteration": 2, "message": f"entropy fell {NASTY}", "done": ["warned"]}
@@ -110,7 +118,7 @@ def command(*arguments: str, folder: Path) -> Iterator[Client]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder / "maze" / "one", lr=0.1)
-    make_run(folder / "maze" / "two", lr=0.2)
+    make_run(folder / "maze" / "two", lr=0.2, earlier=True)
     os.utime(folder / "maze" / "one" / "config.yaml", (1, 1))
     return folder
 
@@ -127,6 +135,7 @@ def test_table_has_a_line_for_each_run(server: Client) -> None:
     assert (one["env"], one["algorithm"], one["model"]) == ("maze", "grpo", "small_lm")
     assert (one["iteration"], one["iterations"]) == (4, "4")
     assert one["validation"]["value"] == 0.75
+    assert (two["iteration"], two["validation"]) == (4, one["validation"])
     # Wilson's interval for 48 of 64 and for 50 of 100
     assert one["validation"]["low"] == pytest.approx(0.632, abs=1e-3)
     assert one["training"]["high"] == pytest.approx(0.596, abs=1e-3)
@@ -215,8 +224,8 @@ def test_links_out_of_a_run_are_not_followed(server: Client, runs: Path, tmp_pat
     run = make_run(runs / "maze" / "links", lr=0.1)
     write_records([record(0)], tmp_path)
     (run / "trajectories" / "iteration_0009").symlink_to(tmp_path)
-    shutil.move(run / "plots" / "rows.jsonl", tmp_path / "rows.jsonl")
-    (run / "plots" / "rows.jsonl").symlink_to(tmp_path / "rows.jsonl")
+    shutil.move(run / "metrics.jsonl", tmp_path / "metrics.jsonl")
+    (run / "metrics.jsonl").symlink_to(tmp_path / "metrics.jsonl")
     shutil.move(run / "metrics.json", tmp_path / "metrics.json")
     (run / "metrics.json").symlink_to(tmp_path / "metrics.json")
     (run / "collapse.jsonl").unlink()
