@@ -334,41 +334,29 @@ class BestCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=True,
             enable_version_counter=False,
         )
-        self._measured = False
         self.best_return: float | None = None
 
-    def forget(self) -> None:
-        """Forget this iteration's metrics: the weights are no longer those that were validated."""
-        self._measured = False
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note whether the run goes on after a validation of its weights."""
-        super().on_train_start(trainer, pl_module)
-        loop = trainer.fit_loop
-        self._measured = isinstance(loop, RolloutUpdateLoop) and loop.is_measured
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget earlier metrics."""
-        self.forget()
-
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that there are metrics of the present weights; save those before the first iteration."""
-        self._measured = self.monitor in trainer.callback_metrics
-        first = trainer.state.fn == TrainerFn.FITTING and trainer.global_step == 0
-        if self._measured and first and not trainer.sanity_checking:
+        """Save the weights before the first iteration."""
+        if self._is_measured(trainer) and not _follows_update(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the weights if they are the best so far."""
-        if self._measured:
+        if self._is_measured(trainer):
             super().on_train_epoch_end(trainer, pl_module)
-        self._measured = False
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the last weights if their validation came after the end of the iteration and is the best."""
         super().on_train_end(trainer, pl_module)
-        if self._measured:
-            super().on_train_epoch_end(trainer, pl_module)
+        self.on_train_epoch_end(trainer, pl_module)
+
+    def _is_measured(self, trainer: pl.Trainer) -> bool:
+        """Return whether the metrics of a validation are those of the present weights."""
+        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        loop = trainer.fit_loop if fits else None
+        measured = isinstance(loop, RolloutUpdateLoop) and loop.is_measured
+        return measured and self.monitor in trainer.callback_metrics
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         """Return whether the present weights are better than those of `best.ckpt`."""

@@ -19,7 +19,6 @@ from ragen_pl.base.files import atomic_write
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.callbacks.access import callbacks_of, datamodule_of, mlflow_loggers, run_folder
-from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.data.datamodule import RolloutDataModule
@@ -301,8 +300,6 @@ class CollapseMonitor(pl.Callback):
         strategy.load_optimizer_state_dict(checkpoint)
         for group, rate in zip(_parameter_groups(trainer), rates, strict=True):
             group["lr"] = rate
-        for callback in callbacks_of(trainer, BestCheckpoint):
-            callback.forget()
         if isinstance(trainer.fit_loop, RolloutUpdateLoop):
             trainer.fit_loop.forget_validation()
         datamodule = datamodule_of(trainer)

@@ -12,11 +12,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from omegaconf import OmegaConf
 
-from ragen_pl.callbacks.checkpoint import BestCheckpoint, RunCheckpoint, StopSignals
+from ragen_pl.callbacks.checkpoint import RunCheckpoint, StopSignals
 from ragen_pl.callbacks.random_state import RandomState
-from ragen_pl.config import config_dir
 
 
 @pytest.fixture
@@ -113,18 +111,6 @@ def trainer_of(folder: Path, *callbacks: pl.Callback, epochs: int) -> pl.Trainer
 
 
 DATA = torch.ones(3, 1)
-
-
-def test_last_checkpoint_holds_the_best_score_of_its_iteration(tmp_path):
-    best = BestCheckpoint()
-    best.dirpath = str(tmp_path)
-    run = RunCheckpoint(dirpath=str(tmp_path), every_n_epochs=1, save_on_train_epoch_end=True)
-    trainer_of(tmp_path, best, run, epochs=1).fit(Model(), DATA, DATA)
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
-    (state,) = [state for name, state in saved.items() if name.startswith("BestCheckpoint")]
-    assert float(state["best_model_score"]) == 1.0
-    configured = OmegaConf.load(config_dir() / "callbacks" / "default.yaml")
-    assert list(configured)[:2] == ["best", "checkpoint"]
 
 
 class FailAfterSignal(pl.Callback):

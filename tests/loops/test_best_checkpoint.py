@@ -7,8 +7,10 @@ import functools
 import lightning.pytorch as pl
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from ragen_pl.callbacks.checkpoint import BestCheckpoint, RunCheckpoint
+from ragen_pl.config import config_dir
 
 
 def fit(setup, folder, scores, *, callbacks=(), **changes):
@@ -60,6 +62,16 @@ def test_all_validations_compete(setup_of, tmp_path, scores, step):
     assert (float(state["best_model_score"]), state["best_return"]) == pytest.approx(
         scores[[0, 8, 12].index(step)]
     )
+
+
+def test_last_checkpoint_holds_the_best_score_of_its_iteration(setup_of, tmp_path):
+    run = RunCheckpoint(dirpath=str(tmp_path), every_n_epochs=1, save_on_train_epoch_end=True)
+    fit(setup_of(), tmp_path, [(0.1, 0.0), (0.5, 0.0), (0.6, 0.0)], callbacks=[run])
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    (state,) = [state for name, state in saved.items() if name.startswith("BestCheckpoint")]
+    assert float(state["best_model_score"]) == pytest.approx(0.6)
+    configured = OmegaConf.load(config_dir() / "callbacks" / "default.yaml")
+    assert list(configured)[:2] == ["best", "checkpoint"]
 
 
 def test_a_run_resumes_from_the_weights_before_its_first_iteration(setup_of, tmp_path):
