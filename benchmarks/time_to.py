@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 from timing import Stopwatch
 
 from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.metrics.record import RecordReader
 from ragen_pl.modules.agent import AgentModule
 
 TARGETS = (0.90, 0.95, 0.97)
@@ -39,7 +40,7 @@ PHASES = (
 
 
 class Clock(RolloutCallback):
-    """Write the time of each event of a run as a line of JSON.
+    """Write the times that a run's own clock does not know as lines of JSON.
 
     Args:
         file: File that the lines are appended to.
@@ -66,43 +67,6 @@ class Clock(RolloutCallback):
         """Record the end of the warm start, or of reinforcement learning."""
         event = "learned" if isinstance(pl_module, AgentModule) else "warm started"
         self._record(event, **self.watch.take())
-
-    def on_rollout_start(self, *_: Any) -> None:
-        """Record the start of a rollout."""
-        self._record("rollout")
-
-    def on_rollout_end(self, *_: Any) -> None:
-        """Record the end of a rollout."""
-        self._record("played")
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the start of an update."""
-        if isinstance(pl_module, AgentModule):
-            self._record("update")
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
-    ) -> None:
-        """Record the end of a step of an update."""
-        if isinstance(pl_module, AgentModule):
-            self._record("stepped")
-
-    def on_validation_start(self, *_: Any) -> None:
-        """Record the start of a validation."""
-        self._record("validation")
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the end of a validation and its success."""
-        success = float(trainer.callback_metrics["val/success"])
-        self._record("validated", success=success)
-
-
-# the event that ends what another one began
-ENDS = {
-    "warm start": "warm started",
-    "rollout": "played",
-    "validation": "validated",
-}
 
 
 @dataclass
@@ -141,53 +105,48 @@ def timed_run(overrides: list[str], *, seed: int) -> Timed:
         if done.returncode:
             raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
         lines = [json.loads(line) for line in events.read_text().splitlines()]
-        metrics = json.loads((run / "metrics.json").read_text())
-    result = analysed(lines, began=began, ended=ended)
-    result.metrics = metrics
+        result = analysed(lines, RecordReader(run), began=began, ended=ended)
+        result.metrics = json.loads((run / "metrics.json").read_text())
     return result
 
 
-def analysed(lines: list[dict[str, Any]], *, began: float, ended: float) -> Timed:
-    """Return the times of a run from its events.
+def analysed(
+    lines: list[dict[str, Any]], record: RecordReader, *, began: float, ended: float
+) -> Timed:
+    """Return the times of a run.
 
     Args:
-        lines: Events in order.
+        lines: Those of `Clock`.
+        record: The run's record, with the seconds of each iteration.
         began: Time of the start of the process.
         ended: Time of its end.
     """
-    result = Timed(ended - began, dict.fromkeys(PHASES, 0.0))
-    first = next(
-        n
-        for n, line in enumerate(lines)
-        if line["event"] in ("warm start", "rollout", "validation")
-    )
-    built = lines[first - 1]["time"]
-    result.seconds["start"] = built - began
-    result.seconds["demonstrations"] = lines[first]["time"] - built
-    open_since: dict[str, float] = {}
-    iterations = 0
-    for line in lines[first:]:
-        event, now = line["event"], line["time"]
-        open_since[event] = now
-        for phase, end in ENDS.items():
-            if event == end:
-                result.seconds[phase] += now - open_since[phase]
-        if event == "stepped":
-            result.seconds["update"] += now - open_since["update"]
-            open_since["update"] = now
-        if event == "learned":
-            result.seconds["scoring"] = line["scoring"]
-        if event == "played":
-            iterations += 1
-        if event == "validated":
-            result.success[iterations] = line["success"]
-            elapsed = now - began - result.seconds["validation"]
-            for target in TARGETS:
-                if line["success"] >= target and target not in result.reached:
-                    result.reached[target] = (elapsed, iterations)
+    at = {line["event"]: line for line in reversed(lines)}
+    times = {event: line["time"] for event, line in at.items()}
+    rows = record.rows()
+    seconds = {
+        phase: sum(row.get(f"time/{phase}_s", 0.0) for row in rows)
+        for phase in ("rollout", "update", "validation")
+    }
     # scoring is a part of the rollout phase
-    result.seconds["rollout"] -= result.seconds["scoring"]
-    result.seconds["summary"] = ended - open_since["learned"]
+    seconds |= {
+        "start": times["built"] - began,
+        "demonstrations": times["warm start"] - times["built"],
+        "warm start": times["warm started"] - times["warm start"],
+        "scoring": at["learned"]["scoring"],
+        "rollout": seconds["rollout"] - at["learned"]["scoring"],
+        "summary": ended - times["learned"],
+    }
+    result = Timed(ended - began, seconds)
+    for point in record.points():
+        if (success := point.metrics.get("val/success")) is None or point.time is None:
+            continue
+        result.success[point.step] = success
+        done = (row for row in rows if row["iteration"] <= point.step)
+        elapsed = point.time - began - sum(row.get("time/validation_s", 0.0) for row in done)
+        for target in TARGETS:
+            if success >= target and target not in result.reached:
+                result.reached[target] = (elapsed, point.step)
     return result
 
 
