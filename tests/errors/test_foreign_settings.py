@@ -20,10 +20,12 @@ import yaml
 from omegaconf import OmegaConf
 from support.runs.composing import composed, resolved
 
+from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.checkpoints.folder import Run
 from ragen_pl.config import ConfigError, config_dir, trust
 from ragen_pl.config.check import class_path
 from ragen_pl.config.signatures import declared_trust, read_signature
+from ragen_pl.metrics.record import MetricsRecord
 from ragen_pl.replaying.step import read_settings
 from ragen_pl.run.train import open_run
 from ragen_pl.tracking.loggers import RunLogger
@@ -371,6 +373,14 @@ def test_links_are_never_sent(run, tmp_path):
                 sender.send({"call": call, "path": path, "place": None})
     with pytest.raises(RefusedError):
         sender.send({"call": "traces", "path": "apart/all", "count": 1})
+    points = tmp_path / "points.jsonl"
+    points.write_text('{"step": 1, "time": 1.0, "metrics": {"secret": 1}}\n')
+    os.symlink(points, run / "metrics.jsonl")
+    with pytest.raises(RefusedError, match=r"metrics\.jsonl"):
+        sender.send({"call": "points", "at": 0, "thinned": False})
+    with pytest.raises(ForeignFileError, match=r"metrics\.jsonl is a link"):
+        MetricsRecord(run)
+    assert points.read_text().count("\n") == 1
     assert {call[0] for call in client.method_calls} <= {"get_run"}
 
 
@@ -407,6 +417,47 @@ def test_calls_of_somebody_else_stay_in_the_store_of_this_account(
     (written,) = (file for file in tmp_path.rglob("*.txt"))
     assert written.read_text() == "whole"
     assert written.is_relative_to(tmp_path / "mlartifacts")
+
+
+def test_positions_of_somebody_else_are_points_of_the_runs_record(
+    run, command, empty_store, tmp_path, monkeypatch
+):
+    from mlflow.tracking import MlflowClient
+
+    store = Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
+    tracked(run, f"sqlite:///{store}")
+    start = {"call": "start", "experiment": "theirs", "name": "a", "tags": {}}
+    lines = [
+        {"step": 1, "time": "inf", "metrics": {"bad": 1}},
+        {"step": 1, "time": 1e200, "metrics": {"bad": 1}},
+        {"step": 1e200, "time": 1.0, "metrics": {"bad": 1}},
+        {"step": 1, "metrics": {"bad": 1}},
+        {"step": 1, "time": 1.0, "metrics": [["bad", 1]]},
+        {"keep": 1},
+        7,
+        {"step": 1, "time": 1.0, "metrics": {"good": 0.5, "val/good": 0.25}},
+    ]
+    texts = [json.dumps(line) + "\n" for line in lines]
+    (run / "metrics.jsonl").write_text("".join(texts) + "{" * 10_000 + "\n")
+    starts = [sum(map(len, texts[:number])) for number in range(len(texts) + 1)]
+    places = (*starts[:-2], starts[-1], 1, starts[-2] + 1, -1, 2**63 - 1, 2**63, 1.0, True, "0")
+    good = {"call": "points", "at": starts[-2], "thinned": True}
+    calls = [
+        *({"call": "points", "at": at, "thinned": False} for at in places),
+        {"call": "points", "at": starts[-2]},
+        good | {"thinned": "yes"},
+        good | {"path": "config.yaml"},
+        good | {"file": "/dev/zero"},
+    ]
+    content = "".join(json.dumps(call) + "\n" for call in [start, *calls, good])
+    (run / "mlflow" / "calls.jsonl").write_text(content)
+    sent = command("sync", f"run={run}")
+    assert sent.code == 0 and "has all of" in sent.stdout
+    assert sent.stdout.count("is left out") == len(calls)
+    client = MlflowClient(f"sqlite:///{store}")
+    stored = client.get_run(json.loads((run / "mlflow_run.json").read_text())["run_id"])
+    assert stored.data.metrics == {"val/good": 0.25}
 
 
 LINKED: dict[str, Callable[[Path, Path], None]] = {
