@@ -95,12 +95,16 @@ def test_files_of_an_earlier_version_become_a_record_once(tmp_path):
     (tmp_path / "plots" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mlflow").mkdir()
     points = [["warm_start/loss", "nan", 9, 19], ["rollout/turns", 3.0, 9, 1]]
-    calls = [{"call": "start"}, {"call": "metrics", "points": points}]
+    damaged = [7, {"points": 7}, {"points": [[1]]}, {"points": [[1, [], 9, {}]]}]
+    calls = [{"call": "start"}, *damaged, {"call": "metrics", "points": points}]
     calls_file = tmp_path / "mlflow" / "calls.jsonl"
     calls_file.write_text("".join(json.dumps(call) + "\n" for call in calls))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "metrics": {"update/loss": 0.25}}\n')
+    line = '{"step": 2, "metrics": {"update/loss": 0.25}}\n'
+    (tmp_path / "metrics.jsonl").write_text(f"7\n{{\n{line}")
     (tmp_path / "csv").mkdir()
-    (tmp_path / "csv" / "metrics.csv").write_text("step,val/success,update/kl\n2,,nan\n0,0.75,\n")
+    (tmp_path / "csv" / "metrics.csv").write_text(
+        "step,val/success,update/kl\n2,,nan\n0,0.75,\n3,x\n"
+    )
     before = RecordReader(tmp_path).rows()
     logger = RunCSVLogger(run_dir=str(tmp_path))
     found = [(point.phase, point.step) for point in RecordReader(tmp_path).points()]
