@@ -56,10 +56,10 @@ class Dialogue:
     """The dialogue that all sides play: optionally an environment's rules, then one observation in each turn.
 
     Attributes:
-        num_envs: environments side by side; a random walk steps each.
-        turns: turns of each.
-        rules: whether the prompts begin with the environment's rules.
-        watch: takes the seconds in environments, as `environments`.
+        num_envs: Environments side by side; a random walk steps each.
+        turns: Turns of each.
+        rules: Whether the prompts begin with the environment's rules.
+        watch: Takes the seconds in environments, as `environments`.
     """
 
     num_envs: int
@@ -114,9 +114,9 @@ class Way:
     """A way to sample the responses.
 
     Attributes:
-        respond: samples the responses of a turn.
-        start: called before each dialogue.
-        prefilled: returns the prompts' tokens that have been computed so far.
+        respond: Samples the responses of a turn.
+        start: Called before each dialogue.
+        prefilled: Returns the prompts' tokens that have been computed so far.
     """
 
     respond: Response

@@ -37,7 +37,7 @@ import ragen_pl.visual_envs  # noqa: F401
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.base.distributed import gather_over_ranks, packed_on_host
 from ragen_pl.callbacks.reasoning_probe import first_thoughts
-from ragen_pl.checkpoints.rank_states import save_rank_states, rank_states_in
+from ragen_pl.checkpoints.rank_states import rank_states_in, save_rank_states
 from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.collate import collate
 from ragen_pl.data.group_selection import GroupSelection, select_groups
@@ -80,9 +80,9 @@ def measure(ranks: int, load: Load, *, start_method: str) -> list[dict[str, Any]
     """Return the bytes that each rank has received (`received`, `gathered`, `values`) and the values it ends with.
 
     Args:
-        ranks: number of ranks.
-        load: what each has.
-        start_method: of Python's multiprocessing.
+        ranks: Number of ranks.
+        load: What each has.
+        start_method: Of Python's multiprocessing.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = (ranks, load, folder)

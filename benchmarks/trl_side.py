@@ -68,7 +68,7 @@ def as_completion(trajectory: Trajectory) -> tuple[list[int], list[int], list[in
     """Return an episode as TRL trains on it: the first prompt, all that follows, and 1 where that was sampled.
 
     Raises:
-        ValueError: a prompt does not go on where the last turn ended.
+        ValueError: A prompt does not go on where the last turn ended.
     """
     prompt = trajectory.turns[0].prompt_ids.tolist()
     whole, sampled = list(prompt), []
@@ -125,7 +125,7 @@ def trainer_of(parts: RunComponents, meter: Meter, *, folder: str, micro_batch: 
         micro_batch: Most episodes of a forward and backward pass.
 
     Raises:
-        ValueError: the weights that it has read differ.
+        ValueError: The weights that it has read differ.
     """
     from datasets import Dataset
     from transformers import TrainerCallback

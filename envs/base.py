@@ -164,8 +164,8 @@ def checked_arguments(constructor: Constructor) -> Constructor:
     `Annotated` numbers have their bounds checked. The text of a `StrEnum` is replaced by its member.
 
     Raises:
-        TypeError: at a call, not a number, or a fraction where a whole number is expected.
-        ValueError: at a call, outside the bounds, or no member of the `StrEnum`.
+        TypeError: At a call, not a number, or a fraction where a whole number is expected.
+        ValueError: At a call, outside the bounds, or no member of the `StrEnum`.
     """
 
     @functools.wraps(constructor)

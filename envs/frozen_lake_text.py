@@ -103,8 +103,8 @@ def directions_text(positions: Iterable[tuple[str, int, int]], *, signs: Signs) 
     """Return where things are from the player: `goal Down Left holes Up, Up Right`, or `holes none`.
 
     Args:
-        positions: as `relative_positions` returns them.
-        signs: words of the goal and of the holes.
+        positions: As `relative_positions` returns them.
+        signs: Words of the goal and of the holes.
     """
     towards: dict[str, list[str]] = {"goal": [], "hole": []}
     for name, rows, columns in positions:

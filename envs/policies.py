@@ -133,7 +133,7 @@ def random_action(env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int
     """Return the environment's `random_action`, or any of its named actions where it has none.
 
     Raises:
-        TypeError: actions are free text, and the environment has no `random_action`.
+        TypeError: Actions are free text, and the environment has no `random_action`.
     """
     environment = _environment(env)
     if hasattr(environment, "random_action"):

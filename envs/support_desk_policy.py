@@ -123,10 +123,10 @@ def broken_rules(
     """Return the rules that forbid a request.
 
     Args:
-        policy: the policy.
-        request: the request.
-        order: the customer's order that it is about.
-        known: return only those that the clerk can know so far.
+        policy: The policy.
+        request: The request.
+        order: The customer's order that it is about.
+        known: Return only those that the clerk can know so far.
     """
     broken = {Rule.CODE: request.code != order.code}
     if request.city:

@@ -49,7 +49,7 @@ class Constant:
     """Policy that always gives the same answer.
 
     Args:
-        action: name or index of an action, or a free text. Its fields in braces are numbers of the question: for
+        action: Name or index of an action, or a free text. Its fields in braces are numbers of the question: for
             `reach 8 with 2 3 3`, `{1} + {2}` stands for `2 + 3`.
     """
 
@@ -67,8 +67,8 @@ class Cycle:
     """Policy that takes the same actions in turn, whatever the observation.
 
     Args:
-        actions: names of actions, or free texts.
-        otherwise: names of the actions to take in this order where the one in turn changes nothing. None to take it
+        actions: Names of actions, or free texts.
+        otherwise: Names of the actions to take in this order where the one in turn changes nothing. None to take it
             nevertheless.
     """
 
@@ -139,7 +139,7 @@ class Buy:
     """Buyer in the web shop who searches for all words, and compares neither price nor stars with the request.
 
     Args:
-        choice: result to buy: the cheapest, the dearest, the best rated or the first one below the advertisement.
+        choice: Result to buy: the cheapest, the dearest, the best rated or the first one below the advertisement.
     """
 
     needs_trust = ()
@@ -172,8 +172,8 @@ class Decide:
     """Clerk who opens the order, the delivery note and the invoice, and always decides the same.
 
     Args:
-        verdict: accept or refuse.
-        field: the wrong field to name in a refusal, of the first item of the invoice.
+        verdict: Accept or refuse.
+        field: The wrong field to name in a refusal, of the first item of the invoice.
     """
 
     needs_trust = ()
@@ -225,7 +225,7 @@ class HitBelow:
     """Blackjack player who draws below a sum and stands from it on, whatever the dealer shows.
 
     Args:
-        total: the sum.
+        total: The sum.
     """
 
     needs_trust = ()

@@ -54,11 +54,11 @@ class Wiki:
     """Pages and current facts.
 
     Attributes:
-        pages: pages by id.
-        kinds: kind of each entity.
-        facts: current value by entity and relation; meeting notes change what other pages state.
-        sources: id of the page that states the current value.
-        documents: words of each page, in the order of the pages.
+        pages: Pages by id.
+        kinds: Kind of each entity.
+        facts: Current value by entity and relation; meeting notes change what other pages state.
+        sources: Id of the page that states the current value.
+        documents: Words of each page, in the order of the pages.
     """
 
     pages: dict[str, Page] = field(default_factory=dict)

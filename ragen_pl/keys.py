@@ -14,10 +14,10 @@ def page(overrides: Sequence[str] = ()) -> str:
     """Return the page of a configuration.
 
     Args:
-        overrides: as `ragen_pl.fit` takes them, such as `env=bandit`.
+        overrides: As `ragen_pl.fit` takes them, such as `env=bandit`.
 
     Raises:
-        ConfigError: they cannot be composed.
+        ConfigError: They cannot be composed.
     """
     cfg = compose_overrides("fit", list(overrides))
     return page_of(cfg, command=" ".join(["python -m ragen_pl.fit", *overrides]))

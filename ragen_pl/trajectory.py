@@ -109,11 +109,11 @@ class Statement:
 
     Attributes:
         block: `observation` (the state before the actions) or `prediction` (the state after them).
-        text: the block's text.
-        true_relations: relations of the environment in that state.
-        names: things that the environment has names for, present or not.
+        text: The block's text.
+        true_relations: Relations of the environment in that state.
+        names: Things that the environment has names for, present or not.
         agreement: F1 of the claimed relations.
-        score: agreement beyond chance, set by a judge; None without one.
+        score: Agreement beyond chance, set by a judge; None without one.
     """
 
     block: str
@@ -129,17 +129,17 @@ class ChatRequest:
     """Request of an agent program to the policy.
 
     Attributes:
-        messages: system, user, assistant and tool messages. Content is a text or a list of parts, `{"type": "text",
+        messages: System, user, assistant and tool messages. Content is a text or a list of parts, `{"type": "text",
             "text"}` and `{"type": "image", "digest"}`, the images in the order of `Observation.images`. Arguments of
             tool calls are dicts, or the text of what is no JSON object.
-        tools: schemas in the format of OpenAI's API.
-        max_tokens: longest response, where the program limits it.
-        stop: texts before which the response ends.
-        logprobs: whether the program asks for the log-probs of the tokens.
-        parallel_calls: whether a response may have several tool calls.
-        is_task_step: as in `ProgramCall`.
-        trained: as in `ProgramCall`.
-        call_id: id of the response.
+        tools: Schemas in the format of OpenAI's API.
+        max_tokens: Longest response, where the program limits it.
+        stop: Texts before which the response ends.
+        logprobs: Whether the program asks for the log-probs of the tokens.
+        parallel_calls: Whether a response may have several tool calls.
+        is_task_step: As in `ProgramCall`.
+        trained: As in `ProgramCall`.
+        call_id: Id of the response.
     """
 
     messages: list[dict[str, Any]]
@@ -158,9 +158,9 @@ class AnswerOutcome:
     """What came of the answer to a program's request. Its environment returns it in `info` under `KEY`.
 
     Attributes:
-        delivered: whether the program got the answer.
-        rewards_of: reward terms of earlier turns by their numbers, which the program's end brings.
-        invalid_turns: numbers of turns whose calls the program declares not valid.
+        delivered: Whether the program got the answer.
+        rewards_of: Reward terms of earlier turns by their numbers, which the program's end brings.
+        invalid_turns: Numbers of turns whose calls the program declares not valid.
     """
 
     KEY: ClassVar[str] = "answer_outcome"
@@ -175,12 +175,12 @@ class Observation:
     """Text and images that the environment shows at the start of a turn.
 
     Attributes:
-        text: words of the observation.
+        text: Words of the observation.
         images: RGB images, each uint8 `[height, width, 3]`.
-        results: results of the tool calls before, in their order, where the prompt format is native; `text` is all
+        results: Results of the tool calls before, in their order, where the prompt format is native; `text` is all
             of them then.
-        request: request of a program, which has all messages of the prompt; None in other environments.
-        result_images: number of images of each result, whose images follow each other in `images`; without it all
+        request: Request of a program, which has all messages of the prompt; None in other environments.
+        result_images: Number of images of each result, whose images follow each other in `images`; without it all
             images belong to the last result.
 
     Raises:
@@ -226,11 +226,11 @@ class ProgramCall:
     """Kind of a turn that answers a program's request.
 
     Attributes:
-        call_id: id of the response.
-        history: how the request's messages became the prompt: `JOINED`, `FIRST`, or, where they were rendered as a
+        call_id: Id of the response.
+        history: How the request's messages became the prompt: `JOINED`, `FIRST`, or, where they were rendered as a
             whole, one of `DIFFERENCES`; None for a model behind an API.
-        is_task_step: whether the turn is a step of the task, which discounts count.
-        trained: whether the policy is trained on the response. One that it is not trained on, such as a judge's, is
+        is_task_step: Whether the turn is a step of the task, which discounts count.
+        trained: Whether the policy is trained on the response. One that it is not trained on, such as a judge's, is
             context only.
     """
 
@@ -256,33 +256,33 @@ class Turn:
     """One observation and one response, with the exact tokens that the policy saw and sampled.
 
     Attributes:
-        observation: what the environment showed.
+        observation: What the environment showed.
         prompt_ids: int64 `[prompt]`, the ids given to the engine, image slots expanded.
         prompt_roles: int8, a `Role` of the last ids of the prompt, those of the latest observation with one before them
             that is `EARLIER` where it follows a response; None where they are not recorded.
-        prompt_images: images of the prompt's image slots, in order.
+        prompt_images: Images of the prompt's image slots, in order.
         response_ids: int64 `[response]`, the sampled end-of-turn token included.
         response_logprobs: float32 `[response]`, under the distribution sampled from.
-        response_entropy: mean over the response's tokens, in nats; None where the engine gives none.
+        response_entropy: Mean over the response's tokens, in nats; None where the engine gives none.
         spans: int8 `[response]`, a `Span` for each token.
-        response_text: the response in words.
-        think: its reasoning; None without a valid think block.
-        actions: names of the actions that were carried out, or the text of a free one.
-        action_is_valid: whether the response has the required form and valid actions.
-        action_is_effective: whether the actions changed the environment.
-        hit_length_limit: whether the length limit came before an end-of-turn token.
-        temperature: sampling temperature.
-        reward_terms: reward terms by name. `EnvironmentManager` sets `environment` (or `environment/<part>` for each
+        response_text: The response in words.
+        think: Its reasoning; None without a valid think block.
+        actions: Names of the actions that were carried out, or the text of a free one.
+        action_is_valid: Whether the response has the required form and valid actions.
+        action_is_effective: Whether the actions changed the environment.
+        hit_length_limit: Whether the length limit came before an end-of-turn token.
+        temperature: Sampling temperature.
+        reward_terms: Reward terms by name. `EnvironmentManager` sets `environment` (or `environment/<part>` for each
             named part of the environment's reward) and `format`.
-        success: whether the task is solved after the actions; None where their environment does not say so.
-        info: what the environment's last step returned in addition to the observation.
-        statements: claims about the state, in formats that ask for them.
-        state_description: the environment's own description of the state before the actions.
-        state_key: key of that state, where it is recorded.
-        potential: the environment's potential of that state, where it is recorded.
-        prompt_patches: patches shown of each image of the prompt; None for all.
-        turns_left_out: turns of the window that the prompt leaves out.
-        kind: an action, a response to a program's request, or a summary.
+        success: Whether the task is solved after the actions; None where their environment does not say so.
+        info: What the environment's last step returned in addition to the observation.
+        statements: Claims about the state, in formats that ask for them.
+        state_description: The environment's own description of the state before the actions.
+        state_key: Key of that state, where it is recorded.
+        potential: The environment's potential of that state, where it is recorded.
+        prompt_patches: Patches shown of each image of the prompt; None for all.
+        turns_left_out: Turns of the window that the prompt leaves out.
+        kind: An action, a response to a program's request, or a summary.
         kept_ids: int32 `[kept]`, ids that truncated sampling (top-p, top-k, min-p) kept at each token of the response,
             one token after the other; None where the engine gives none.
         kept_counts: int32 `[response]`, number of these ids of each token, 0 for all ids.
@@ -351,24 +351,24 @@ class Trajectory:
     """The turns of one episode and how it ended.
 
     Attributes:
-        group: index of the group in the iteration, the same on any number of ranks.
-        member: index in the group.
-        seed: seed of the environment's reset.
-        turns: the turns played.
-        status: how the episode ended.
-        success: whether the task was solved.
-        difficulty: difficulty of the initial state, where the environment has one.
-        error: the environment's error, for `EpisodeStatus.FAILED`.
-        cause: what that error is blamed on, where it is known.
-        failed_after: numbers of turns that earlier attempts at the episode had when they failed.
-        replayed_turns: number of turns that repeat those of an earlier attempt.
-        system_prompt_length: number of tokens of the system prompt, with which each prompt begins.
-        final_prompt_ids: prompt of the state after the last turn, to bootstrap from.
-        final_roles: roles of its last ids, as `Turn.prompt_roles`.
-        final_state_key: key of the state after the last turn, where it is recorded.
-        final_images: images of that prompt.
-        final_patches: patches shown of each of those images; None for all.
-        final_potential: potential of that state, where it is recorded.
+        group: Index of the group in the iteration, the same on any number of ranks.
+        member: Index in the group.
+        seed: Seed of the environment's reset.
+        turns: The turns played.
+        status: How the episode ended.
+        success: Whether the task was solved.
+        difficulty: Difficulty of the initial state, where the environment has one.
+        error: The environment's error, for `EpisodeStatus.FAILED`.
+        cause: What that error is blamed on, where it is known.
+        failed_after: Numbers of turns that earlier attempts at the episode had when they failed.
+        replayed_turns: Number of turns that repeat those of an earlier attempt.
+        system_prompt_length: Number of tokens of the system prompt, with which each prompt begins.
+        final_prompt_ids: Prompt of the state after the last turn, to bootstrap from.
+        final_roles: Roles of its last ids, as `Turn.prompt_roles`.
+        final_state_key: Key of the state after the last turn, where it is recorded.
+        final_images: Images of that prompt.
+        final_patches: Patches shown of each of those images; None for all.
+        final_potential: Potential of that state, where it is recorded.
     """
 
     group: int

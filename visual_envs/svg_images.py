@@ -59,8 +59,8 @@ class Drawing:
     """Accepted shapes.
 
     Attributes:
-        view_box: left, top, width and height of the visible square.
-        body: the shapes as SVG, written anew.
+        view_box: Left, top, width and height of the visible square.
+        body: The shapes as SVG, written anew.
     """
 
     view_box: tuple[float, float, float, float]

@@ -19,11 +19,11 @@ class TileImages(Environment):
     class's constructor runs.
 
     Attributes:
-        task_text: text of each observation.
-        theme: colors of the tiles.
-        image_scale: factor of the image's height and width.
-        size: rows and columns of the present grid.
-        largest: rows and columns of the largest grid, which the image has room for.
+        task_text: Text of each observation.
+        theme: Colors of the tiles.
+        image_scale: Factor of the image's height and width.
+        size: Rows and columns of the present grid.
+        largest: Rows and columns of the largest grid, which the image has room for.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012

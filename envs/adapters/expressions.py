@@ -21,7 +21,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """Return the exact value of an expression and the whole numbers in it.
 
     Raises:
-        ValueError: it is not an expression of whole numbers with + - * / and brackets, or divides by zero.
+        ValueError: It is not an expression of whole numbers with + - * / and brackets, or divides by zero.
 
     >>> evaluate("(5 - 4)/2 + 7")
     (Fraction(15, 2), [2, 4, 5, 7])

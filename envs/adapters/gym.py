@@ -46,13 +46,13 @@ class Family:
     """Facts about the ids of a family.
 
     Attributes:
-        actions: names of the actions.
-        success: when an episode is solved.
-        rules: rules in full sentences.
-        rendering: how the text rendering shows the game, in full sentences.
-        fields: names of the numbers of an observation.
-        policy: a good action for an observation.
-        step_cost: cost of each step, of an id without a table of transitions.
+        actions: Names of the actions.
+        success: When an episode is solved.
+        rules: Rules in full sentences.
+        rendering: How the text rendering shows the game, in full sentences.
+        fields: Names of the numbers of an observation.
+        policy: A good action for an observation.
+        step_cost: Cost of each step, of an id without a table of transitions.
     """
 
     actions: tuple[str, ...]
@@ -260,7 +260,7 @@ class Gym(Environment):
         """Return an optimal action where the game has a table of its transitions, otherwise a good one.
 
         Raises:
-            NotImplementedError: the game has no table, and no policy for its family is known.
+            NotImplementedError: The game has no table, and no policy for its family is known.
         """
         game: Any = self.game.unwrapped
         if hasattr(game, "P") and isinstance(self._seen, int | np.integer):
@@ -320,7 +320,7 @@ def _render_modes(id: str) -> list[str]:
     """Return how an id can be rendered.
 
     Raises:
-        ValueError: there is no such id.
+        ValueError: There is no such id.
     """
     try:
         spec = gymnasium.spec(id)

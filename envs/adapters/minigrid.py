@@ -207,7 +207,7 @@ class MiniGrid(Environment):
         """Return the action of BabyAI's bot, which explores cells that it has not seen.
 
         Raises:
-            NotImplementedError: the task is not one of BabyAI, or `actions` lacks what the bot does.
+            NotImplementedError: The task is not one of BabyAI, or `actions` lacks what the bot does.
         """
         if not hasattr(self.environment, "instrs"):
             raise NotImplementedError(

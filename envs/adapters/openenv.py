@@ -126,8 +126,8 @@ class OpenEnv(Environment):
         """Begin an episode.
 
         Raises:
-            ConnectionError: no server answers.
-            RuntimeError: it answers with an error.
+            ConnectionError: No server answers.
+            RuntimeError: It answers with an error.
         """
         message = dict(self.reset_data)
         if self._members is None:
@@ -146,8 +146,8 @@ class OpenEnv(Environment):
         """Send an action.
 
         Raises:
-            ConnectionError: no server answers, or none goes on with the episode.
-            RuntimeError: it answers with an error that is not the action's.
+            ConnectionError: No server answers, or none goes on with the episode.
+            RuntimeError: It answers with an error that is not the action's.
         """
         text = self._text_of(action)
         self._turn += 1
@@ -212,8 +212,8 @@ class OpenEnv(Environment):
         """Return the members of the environment on the servers that do not depend on the state.
 
         Raises:
-            ConnectionError: no server answers.
-            ValueError: it gives no members.
+            ConnectionError: No server answers.
+            ValueError: It gives no members.
         """
         members = self._episode.about().get("members")
         if isinstance(members, Mapping):

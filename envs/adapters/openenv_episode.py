@@ -38,19 +38,19 @@ class ServedEpisode:
     """The present episode of an environment on servers.
 
     Args:
-        urls: addresses of the servers.
-        name: what the episodes of equal servers have in common.
-        timeout_s: longest wait for an answer.
-        connect_timeout_s: longest wait for a connection.
-        search_s: seconds in which a server is looked for.
-        idle_limit_s: seconds without a request after which a server gives a session up; None where it never does.
-        replay: whether an episode goes on where its session is lost.
+        urls: Addresses of the servers.
+        name: What the episodes of equal servers have in common.
+        timeout_s: Longest wait for an answer.
+        connect_timeout_s: Longest wait for a connection.
+        search_s: Seconds in which a server is looked for.
+        idle_limit_s: Seconds without a request after which a server gives a session up; None where it never does.
+        replay: Whether an episode goes on where its session is lost.
 
     Attributes:
-        replayed_steps: number of steps that were played again in new sessions.
+        replayed_steps: Number of steps that were played again in new sessions.
 
     Raises:
-        ValueError: there is no address, or one is none.
+        ValueError: There is no address, or one is none.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ServedEpisode:
         """Return the metadata that a server gives at `/metadata`.
 
         Raises:
-            ConnectionError: none answers.
+            ConnectionError: None answers.
         """
         until = time.monotonic() + self.search_s
         for looks in count():
@@ -104,8 +104,8 @@ class ServedEpisode:
         """Send a message and return its answer; a reset begins a new episode.
 
         Raises:
-            ConnectionError: no server goes on with the episode.
-            RuntimeError: the server wants another key.
+            ConnectionError: No server goes on with the episode.
+            RuntimeError: The server wants another key.
         """
         content, number = dict(data), None
         message = {"type": kind, "data": content}
@@ -186,8 +186,8 @@ class ServedEpisode:
         """Return a new session in which the episode has been played up to now.
 
         Raises:
-            SessionLost: there is none.
-            ConnectionError: the episode goes differently there.
+            SessionLost: There is none.
+            ConnectionError: The episode goes differently there.
         """
         url = self.url
         self._has_answered = False
@@ -221,7 +221,7 @@ def _addresses(urls: Sequence[str]) -> tuple[str, ...]:
     """Return the addresses of WebSockets.
 
     Raises:
-        ValueError: there is none, or one is no address.
+        ValueError: There is none, or one is no address.
     """
     given = (urls,) if isinstance(urls, str) else tuple(urls)
     addresses = []

@@ -20,7 +20,7 @@ class Members:
     """Members that do not depend on the state, and those of the present state.
 
     Args:
-        constant: the former, as `/metadata` and each reset give them.
+        constant: The former, as `/metadata` and each reset give them.
     """
 
     def __init__(self, constant: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class Members:
         """Return a member of the present state.
 
         Raises:
-            NotImplementedError: the environment has none.
+            NotImplementedError: The environment has none.
         """
         value = self._state.get(name)
         if value is None:
@@ -65,7 +65,7 @@ def image_of(url: str) -> np.ndarray:
     """Return an image, uint8 `[height, width, 3]`, from the URL of a PNG file that holds it.
 
     Raises:
-        ValueError: it is none.
+        ValueError: It is none.
     """
     head, found, data = url.partition(";base64,")
     if not found or head != "data:image/png":

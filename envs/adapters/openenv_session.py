@@ -45,16 +45,16 @@ class Session:
     """A session with a server: one environment there, as long as the socket is open.
 
     Args:
-        url: address of the WebSocket.
-        timeout_s: longest wait for an answer in seconds.
-        connect_timeout_s: longest wait for a connection.
-        idle_limit_s: seconds without a request after which the server gives a session up; None where it never does. A
+        url: Address of the WebSocket.
+        timeout_s: Longest wait for an answer in seconds.
+        connect_timeout_s: Longest wait for a connection.
+        idle_limit_s: Seconds without a request after which the server gives a session up; None where it never does. A
             server may leave the socket open, and answer later requests from an environment that it has closed.
-        key: sent as a bearer token; None for none.
+        key: Sent as a bearer token; None for none.
 
     Raises:
-        SessionLost: there is no connection.
-        ConnectionError: what answers speaks another protocol.
+        SessionLost: There is no connection.
+        ConnectionError: What answers speaks another protocol.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Session:
         """Send a message and return the answer.
 
         Args:
-            message: the message.
-            number: number of the step where the server counts them. It takes each step once, so one without an answer
+            message: The message.
+            number: Number of the step where the server counts them. It takes each step once, so one without an answer
                 in time is asked for again, and late answers to others are dropped.
 
         Raises:
-            SessionLost: the session has ended, or does not answer.
-            ConnectionError: there is no answer of the protocol, or none in time to a step without a number.
+            SessionLost: The session has ended, or does not answer.
+            ConnectionError: There is no answer of the protocol, or none in time to a step without a number.
         """
         if (loss := self._loss()) is not None:
             raise SessionLost(f"{self.url}: {loss}")
@@ -202,7 +202,7 @@ def fetched(url: str, *, timeout_s: float, key: str | None) -> dict[str, Any]:
     """Return the JSON object at an address.
 
     Raises:
-        ConnectionError: there is none.
+        ConnectionError: There is none.
     """
 
     async def fetch() -> dict[str, Any]:
@@ -242,14 +242,14 @@ def run(url: str, work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
     """Run work on the loop of this process; an error there is raised as a ConnectionError.
 
     Args:
-        url: address of the server, for messages.
-        work: the work.
-        timeout_s: its time limit, for messages.
+        url: Address of the server, for messages.
+        work: The work.
+        timeout_s: Its time limit, for messages.
 
     Raises:
-        NoAnswer: it took too long.
-        Refused: the server wants another key.
-        ConnectionError: another error.
+        NoAnswer: It took too long.
+        Refused: The server wants another key.
+        ConnectionError: Another error.
     """
     try:
         return asyncio.run_coroutine_threadsafe(work, _loop(os.getpid())).result()

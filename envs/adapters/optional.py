@@ -10,7 +10,7 @@ def optional_import(module: str, *, extra: str) -> Any:
     """Return a module of a library that an extra installs.
 
     Raises:
-        ImportError: it is not installed; with the command that installs it.
+        ImportError: It is not installed; with the command that installs it.
     """
     try:
         return import_module(module)

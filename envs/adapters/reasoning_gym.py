@@ -171,7 +171,7 @@ class ReasoningGym(Environment):
         """Return the known answer.
 
         Raises:
-            NotImplementedError: the library gives none, as in `rush_hour`.
+            NotImplementedError: The library gives none, as in `rush_hour`.
         """
         answer = _known_answer(self.item)
         if answer is None:
@@ -222,7 +222,7 @@ def _dataset(name: str, settings: str, items: int) -> Any:
     """Return a data set, which all environments of the process share: it does not change.
 
     Raises:
-        ValueError: there is no such data set, or it does not take the settings.
+        ValueError: There is no such data set, or it does not take the settings.
     """
     library = optional_import("reasoning_gym", extra="reasoning")
     names = sorted(set(library.factory.DATASETS) - {"composite"})

@@ -26,9 +26,9 @@ class Game:
     """Rules and policies of a game.
 
     Attributes:
-        rules: rules in full sentences; they replace the library's prompt.
-        random: a random valid move of a game.
-        policy: the best moves of a game in its present state.
+        rules: Rules in full sentences; they replace the library's prompt.
+        random: A random valid move of a game.
+        policy: The best moves of a game in its present state.
     """
 
     rules: str
@@ -272,7 +272,7 @@ class TextArena(Environment):
         """Return a best move of a known game.
 
         Raises:
-            NotImplementedError: no policy for the game is known.
+            NotImplementedError: No policy for the game is known.
         """
         if self._known is None:
             raise NotImplementedError(f"game: only {', '.join(GAMES)} have a policy")

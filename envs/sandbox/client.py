@@ -37,10 +37,10 @@ class Run:
     """Outcome of a program.
 
     Attributes:
-        starts: whether it could be compiled, ran to its end and defined the function.
+        starts: Whether it could be compiled, ran to its end and defined the function.
         calls: `{"value": …}` or `{"error": …}` of each call; empty if there is an error.
-        error: why there are no calls.
-        hidden: outcome of the calls with hidden inputs. The program may have put the inputs anywhere in it but for the
+        error: Why there are no calls.
+        hidden: Outcome of the calls with hidden inputs. The program may have put the inputs anywhere in it but for the
             `ENDINGS`.
     """
 

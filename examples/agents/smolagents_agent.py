@@ -16,7 +16,7 @@ def price(item: str) -> str:
     """Return the price of an item.
 
     Args:
-        item: name of the item.
+        item: Name of the item.
     """
     return str(TASK["prices"].get(item, "no such item"))
 
@@ -26,7 +26,7 @@ def stock(item: str) -> str:
     """Return how many of an item are in stock.
 
     Args:
-        item: name of the item.
+        item: Name of the item.
     """
     return str(TASK["stock"].get(item, "no such item"))
 

@@ -55,33 +55,33 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
     runs in a folder of its own. It is no sandbox: what a program or its tools must not do belongs into a container.
 
     Args:
-        command: command line of the program, such as `[python, my_agent.py]`.
-        function: import path of a function in place of a command. It gets the task and may be asynchronous; what it
+        command: Command line of the program, such as `[python, my_agent.py]`.
+        function: Import path of a function in place of a command. It gets the task and may be asynchronous; what it
             returns is the result.
-        tasks: tasks, one for each episode; see `ragen_pl.agent_programs.tasks`. None for a program that makes its own
+        tasks: Tasks, one for each episode; see `ragen_pl.agent_programs.tasks`. None for a program that makes its own
             of the seed.
-        validation_tasks: tasks of validation, which training leaves out; or the fraction of `tasks` that it leaves out.
+        validation_tasks: Tasks of validation, which training leaves out; or the fraction of `tasks` that it leaves out.
             None for the same tasks in both.
-        verifier: command that is run after the end in the same folder, out of the program's reach. Its last line of
+        verifier: Command that is run after the end in the same folder, out of the program's reach. Its last line of
             output is the result, in place of the program's own.
-        max_calls: answered requests of an episode. Later ones are refused.
-        program_s: longest time of an episode in seconds, without the time that the program waits for answers.
-        memory_mb: address space of each process in MiB; None for no limit.
-        file_mb: size of each file in MiB; None for no limit.
-        disk_mb: size of all files in its folder in MiB, which is looked at from time to time; None for no limit.
-        output_kb: end of the output that is kept with the trajectory, in KiB.
-        crash_reward: reward of an episode whose program ends with an error, or is ended since 100 of its requests in a
+        max_calls: Answered requests of an episode. Later ones are refused.
+        program_s: Longest time of an episode in seconds, without the time that the program waits for answers.
+        memory_mb: Address space of each process in MiB; None for no limit.
+        file_mb: Size of each file in MiB; None for no limit.
+        disk_mb: Size of all files in its folder in MiB, which is looked at from time to time; None for no limit.
+        output_kb: End of the output that is kept with the trajectory, in KiB.
+        crash_reward: Reward of an episode whose program ends with an error, or is ended since 100 of its requests in a
             row were refused; None where such an episode fails and is not trained on.
-        models: endpoints of other models by name, `{"url", "model", "key_env"}`. Requests to them are passed on.
+        models: Endpoints of other models by name, `{"url", "model", "key_env"}`. Requests to them are passed on.
         response_format: `unconstrained` where requests for JSON are answered freely, for programs that check it.
-        post_rewards: whether the program may set rewards over HTTP, with the key in `RAGEN_REWARD_KEY`.
-        variables: further environment variables. They are part of the run's settings, which are written and shown.
-        variables_env: names of the trainer's environment variables that the program gets too, such as keys. Their
+        post_rewards: Whether the program may set rewards over HTTP, with the key in `RAGEN_REWARD_KEY`.
+        variables: Further environment variables. They are part of the run's settings, which are written and shown.
+        variables_env: Names of the trainer's environment variables that the program gets too, such as keys. Their
             values stand in no settings, and are replaced by their names in what the trainer keeps of the output.
-        host: address of the endpoint.
+        host: Address of the endpoint.
 
     Raises:
-        ValueError: there is no program, or both a command and a function; or a variable of `variables_env` is not set.
+        ValueError: There is no program, or both a command and a function; or a variable of `variables_env` is not set.
     """
 
     needs_trust = (
@@ -158,11 +158,11 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         """Start the program and return its first request.
 
         Args:
-            seed: chooses the task; the program gets it too.
+            seed: Chooses the task; the program gets it too.
             options: `task`, another task; `held_out`, whether it is one of validation.
 
         Raises:
-            RuntimeError: the program ended without a request, or took too long.
+            RuntimeError: The program ended without a request, or took too long.
         """
         self._end()
         super().reset(seed=seed)
@@ -181,8 +181,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             action: JSON of an answer or a refusal, see `ragen_pl.rollout.requests`.
 
         Raises:
-            RuntimeError: the program failed, or took too long.
-            ValueError: its result is not valid.
+            RuntimeError: The program failed, or took too long.
+            ValueError: Its result is not valid.
         """
         assert self._session is not None and self._call is not None
         delivered = self._answer(self._session, self._call, json.loads(action))

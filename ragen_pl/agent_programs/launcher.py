@@ -27,10 +27,10 @@ class ProgramLimits:
     """Limits of a program's processes.
 
     Attributes:
-        memory_mb: address space of each process in MiB; None for no limit.
-        file_mb: size of each file that it writes in MiB; None for no limit.
-        disk_mb: size of all files in its folder in MiB; None for no limit.
-        output_kb: end of its output that is kept, in KiB.
+        memory_mb: Address space of each process in MiB; None for no limit.
+        file_mb: Size of each file that it writes in MiB; None for no limit.
+        disk_mb: Size of all files in its folder in MiB; None for no limit.
+        output_kb: End of its output that is kept, in KiB.
     """
 
     memory_mb: int | None = None
@@ -43,7 +43,7 @@ class ProgramLauncher:
     """Start programs. The supervisor is started with the first one.
 
     Args:
-        function: import path of a function that is run in place of a command; None for commands.
+        function: Import path of a function that is run in place of a command; None for commands.
     """
 
     def __init__(self, function: str | None = None) -> None:
@@ -75,13 +75,13 @@ class ProgramLauncher:
         """Start a program and return its connection, which brings its outcome. Shutting it down kills the program.
 
         Args:
-            command: the command; None for the launcher's function.
-            folder: its working directory.
-            environment: variables in addition to those that every program gets.
-            limits: limits of its processes.
+            command: The command; None for the launcher's function.
+            folder: Its working directory.
+            environment: Variables in addition to those that every program gets.
+            limits: Limits of its processes.
 
         Raises:
-            RuntimeError: the supervisor does not start.
+            RuntimeError: The supervisor does not start.
         """
         order = {
             "command": None if command is None else [*command],
@@ -119,7 +119,7 @@ class ProgramLauncher:
         """Start a supervisor and return the socket that it gets connections over.
 
         Raises:
-            RuntimeError: it does not start.
+            RuntimeError: It does not start.
         """
         control, its_end = socket.socketpair()
         named = [] if self._function is None else [self._function]

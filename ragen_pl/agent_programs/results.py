@@ -35,11 +35,11 @@ class ProgramResult:
     """Result of an episode.
 
     Attributes:
-        parts: parts of the reward at the end by name; a reward without parts is `program`.
-        success: whether the task was solved.
-        rewards_of: reward terms by number of the turn.
-        invalid_turns: numbers of turns that are not valid.
-        info: further information, for the trajectory.
+        parts: Parts of the reward at the end by name; a reward without parts is `program`.
+        success: Whether the task was solved.
+        rewards_of: Reward terms by number of the turn.
+        invalid_turns: Numbers of turns that are not valid.
+        info: Further information, for the trajectory.
     """
 
     parts: dict[str, float] = field(default_factory=dict)
@@ -57,11 +57,11 @@ def read_result(
     Args:
         text: JSON, `{"reward": number or {part: number}, "success": bool, "rewards": {id of a response: number or
             {part: number}}, "invalid": [ids], "info": {…}}`; None without any.
-        posted: rewards set over HTTP.
-        call_ids: ids of the responses that were delivered, in order.
+        posted: Rewards set over HTTP.
+        call_ids: Ids of the responses that were delivered, in order.
 
     Raises:
-        ValueError: there is no reward, a number is not finite, an id is not known, two rewards of a response differ, or
+        ValueError: There is no reward, a number is not finite, an id is not known, two rewards of a response differ, or
             it is what a request must not be either: nested too deeply, or with a lone surrogate.
     """
     result = ProgramResult()
@@ -111,7 +111,7 @@ def _check_whole(text: str) -> None:
     """Check what rewards have no part in, as requests are: the trainer writes it into its records.
 
     Raises:
-        ValueError: a number is not finite, it is nested too deeply, or it holds a lone surrogate.
+        ValueError: A number is not finite, it is nested too deeply, or it holds a lone surrogate.
     """
     try:
         strict_json(text)

@@ -35,14 +35,14 @@ class RunningProgram:
     """A program in a folder of its own, which is removed at the end.
 
     Args:
-        server: endpoint that it calls.
-        session: its session, which gets an `EXIT` event.
-        launcher: starts it.
-        command: command line; None for the launcher's function.
-        task: its task, a JSON value.
-        seed: its seed.
-        variables: further environment variables.
-        limits: limits of its processes.
+        server: Endpoint that it calls.
+        session: Its session, which gets an `EXIT` event.
+        launcher: Starts it.
+        command: Command line; None for the launcher's function.
+        task: Its task, a JSON value.
+        seed: Its seed.
+        variables: Further environment variables.
+        limits: Limits of its processes.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RunningProgram:
         """Remove the folder of a program that has ended.
 
         Args:
-            is_lost: whether nobody has reported its end, as where it has killed the processes that watch it. What is
+            is_lost: Whether nobody has reported its end, as where it has killed the processes that watch it. What is
                 left of it is killed then.
         """
         self._connection.close()
@@ -108,7 +108,7 @@ class RunningProgram:
         """Return the result that the program wrote, None without one.
 
         Raises:
-            ValueError: it is no file, or too long.
+            ValueError: It is no file, or too long.
         """
         # reading a pipe would wait for a writer, and a link may lead to an endless device
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
@@ -133,7 +133,7 @@ class RunningProgram:
         It gets the variables of a program, without the endpoint's; its `HOME` is not the one that the program had.
 
         Raises:
-            RuntimeError: the verifier failed.
+            RuntimeError: The verifier failed.
         """
         own = self._folder / "verifier"
         own.mkdir()

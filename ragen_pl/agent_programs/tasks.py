@@ -18,12 +18,12 @@ def load_tasks(source: str, place: str | None = None) -> Sequence[Any]:
     """Return all tasks.
 
     Args:
-        source: a file of JSON lines; a folder with such files or Parquet files, as datasets of the Hugging Face Hub are
+        source: A file of JSON lines; a folder with such files or Parquet files, as datasets of the Hugging Face Hub are
             stored; or the import path of an iterable, or of a function that returns one.
-        place: key and value that name them; None for those of `env.tasks`.
+        place: Key and value that name them; None for those of `env.tasks`.
 
     Raises:
-        ValueError: there are no tasks, or one is no JSON value.
+        ValueError: There are no tasks, or one is no JSON value.
     """
     path, place = Path(source).expanduser(), place or f"env.tasks={source}"
     if not path.exists() and not _is_importable(source):
@@ -50,12 +50,12 @@ def split_tasks(source: str, held_out: str | float | None) -> tuple[Sequence[Any
     """Return the tasks of training and those of validation, which have no task in common.
 
     Args:
-        source: all tasks, or those of training; see `load_tasks`.
-        held_out: the tasks of validation, given as `source` is, which training then leaves out; or the fraction of the
+        source: All tasks, or those of training; see `load_tasks`.
+        held_out: The tasks of validation, given as `source` is, which training then leaves out; or the fraction of the
             different tasks that training leaves out, chosen by a hash of their content; None for all tasks in both.
 
     Raises:
-        ValueError: there are no tasks, or none are left for training.
+        ValueError: There are no tasks, or none are left for training.
     """
     tasks = load_tasks(source)
     if held_out is None:

@@ -37,13 +37,13 @@ class Secrets:
     """Variables of the trainer that a program gets too, whose values must stand in nothing that is kept.
 
     Args:
-        names: their names.
+        names: Their names.
 
     Attributes:
-        values: their values by name.
+        values: Their values by name.
 
     Raises:
-        ValueError: one is not set.
+        ValueError: One is not set.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ def upstream(name: str, given: Mapping[str, str]) -> dict[str, str]:
     """Return the endpoint of another model, with its key from the environment.
 
     Raises:
-        ValueError: it has no address, or the variable of its key is not set.
+        ValueError: It has no address, or the variable of its key is not set.
     """
     if "url" not in given:
         raise ValueError(f"env.kwargs.models.{name}: it has no url")

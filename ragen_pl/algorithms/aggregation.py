@@ -48,12 +48,12 @@ def aggregate(
 
     Args:
         token_losses: `[batch, time]`.
-        mask: bool `[batch, time]`, or a weight of each token.
-        how: the kind of average.
-        tokens: sum of `mask` over the whole optimizer step.
-        sequences: number of sequences of the whole optimizer step.
-        constant: number of tokens that a sequence stands for, with `Aggregation.CONSTANT`.
-        episodes: number of episodes of the whole optimizer step, with `Aggregation.EPISODE_MEAN`; one that is partly
+        mask: Bool `[batch, time]`, or a weight of each token.
+        how: The kind of average.
+        tokens: Sum of `mask` over the whole optimizer step.
+        sequences: Number of sequences of the whole optimizer step.
+        constant: Number of tokens that a sequence stands for, with `Aggregation.CONSTANT`.
+        episodes: Number of episodes of the whole optimizer step, with `Aggregation.EPISODE_MEAN`; one that is partly
             in it counts by the fraction of its tokens.
         episode_tokens: `[batch]`, sum of `mask` over a row's whole episode, with `Aggregation.EPISODE_MEAN`.
 

@@ -24,8 +24,8 @@ class AdvantageInputs:
     Attributes:
         rewards: `[trajectories, tokens]`, nonzero only inside `advantage_mask`.
         values: `[trajectories, tokens]`, None without a critic.
-        advantage_mask: bool `[trajectories, tokens]`.
-        loss_mask: bool `[trajectories, tokens]`.
+        advantage_mask: Bool `[trajectories, tokens]`.
+        loss_mask: Bool `[trajectories, tokens]`.
         turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
         group: int64 `[trajectories]`.
         bootstrap: `[trajectories]`, value after the last turn, 0 where the task ended.
@@ -36,14 +36,14 @@ class AdvantageInputs:
         state: int64 `[trajectories, turns]`, number of the state that a turn starts in, -1 for unknown; None
             where no state is known.
         final_state: int64 `[trajectories]`, number of the state after the last turn, likewise.
-        advances: bool `[trajectories, turns]`, whether a turn is a step that discounts count; None where all are.
+        advances: Bool `[trajectories, turns]`, whether a turn is a step that discounts count; None where all are.
         success: int8 `[trajectories]`, whether the task was solved, -1 where the environment does not say so; None
             where it is not known.
         terms: `[trajectories]` by the name of a reward term, its sum over an episode; None where they are not known.
         penalty: `[trajectories, tokens]`, the KL penalty that rewards and returns are less; None for none.
 
     Raises:
-        ValueError: shapes disagree, a nonzero reward lies outside `advantage_mask`, a token of a
+        ValueError: Shapes disagree, a nonzero reward lies outside `advantage_mask`, a token of a
             mask has no turn, or turn indices fall along a row.
     """
 
@@ -97,7 +97,7 @@ class AdvantageInputs:
         """Return the rewards of each turn, `[trajectories, turns]`, 0 beyond the last one.
 
         Args:
-            turns: number of columns, at least the number of turns of the longest trajectory.
+            turns: Number of columns, at least the number of turns of the longest trajectory.
         """
         inside = torch.where(self.turn >= 0, self.rewards.float(), 0.0)
         of_turn = torch.zeros(len(inside), turns, device=inside.device)
@@ -134,7 +134,7 @@ class AdvantageInputs:
         """Return a discount or lambda per turn for the turn of each token: 1 where it does not advance.
 
         Args:
-            setting: one for all turns that advance, or `[trajectories, tokens]`.
+            setting: One for all turns that advance, or `[trajectories, tokens]`.
 
         Returns:
             `setting` itself where all turns advance, else float64 `[trajectories, tokens]`.
@@ -145,8 +145,8 @@ class AdvantageInputs:
         """Return a discount per turn for each turn: 1 where it does not advance.
 
         Args:
-            setting: one for all turns that advance.
-            turns: number of columns.
+            setting: One for all turns that advance.
+            turns: Number of columns.
 
         Returns:
             `setting` itself where all turns advance, else float64 `[trajectories, turns]`.
@@ -157,7 +157,7 @@ class AdvantageInputs:
         """Return the values.
 
         Raises:
-            ValueError: there are none; the message names the estimator.
+            ValueError: There are none; the message names the estimator.
         """
         if self.values is None:
             raise ValueError(
@@ -170,7 +170,7 @@ class AdvantageInputs:
         """Return the states that turns start in.
 
         Raises:
-            ValueError: there are none; the message names the estimator.
+            ValueError: There are none; the message names the estimator.
         """
         if self.state is None:
             raise ValueError(
@@ -183,7 +183,7 @@ class AdvantageInputs:
         """Return whether each task was solved, bool `[trajectories]`.
 
         Raises:
-            ValueError: no step says so; the message names the estimator.
+            ValueError: No step says so; the message names the estimator.
         """
         if self.success is None or (len(self.success) and bool((self.success < 0).all())):
             raise ValueError(
@@ -227,10 +227,10 @@ class Estimator(Protocol):
     (`whitening.whiten` over M_loss), except in REINFORCE++, which includes it.
 
     Attributes:
-        needs_values: the estimator reads the values of a critic.
-        needs_states: the estimator reads the states that turns start in (`AdvantageInputs.state`).
-        needs_groups: the estimator compares the trajectories of a group, so a group needs several.
-        reads_returns: the estimator reads the returns or the rewards of turns, after normalization and penalties, and
+        needs_values: The estimator reads the values of a critic.
+        needs_states: The estimator reads the states that turns start in (`AdvantageInputs.state`).
+        needs_groups: The estimator compares the trajectories of a group, so a group needs several.
+        reads_returns: The estimator reads the returns or the rewards of turns, after normalization and penalties, and
             not what they are made of.
     """
 
@@ -261,7 +261,7 @@ class Estimator(Protocol):
         """Check that the run has the critic, the states and the groups that the estimator needs, and no idle critic.
 
         Raises:
-            ValueError: it has not.
+            ValueError: It has not.
         """
         name = type(self).__name__
         if self.needs_values and facts.critic == "none":
@@ -301,8 +301,8 @@ class Estimator(Protocol):
         """Estimate the advantages of a batch of trajectories.
 
         Args:
-            inputs: the trajectories of this rank.
-            all_reduce: sums a tensor over the ranks; None on one rank.
+            inputs: The trajectories of this rank.
+            all_reduce: Sums a tensor over the ranks; None on one rank.
         """
         ...
 
@@ -324,7 +324,7 @@ def finish(
     Args:
         advantages: `[trajectories, tokens]`, read inside M_adv.
         returns: `[trajectories, tokens]`, likewise.
-        inputs: the trajectories.
+        inputs: The trajectories.
         values: `[trajectories, tokens]`, each token's own baseline. None gives tokens outside M_adv the advantage of
             their neighbor: for estimates without a baseline of the token's state.
     """
@@ -350,7 +350,7 @@ def broadcast_turns(per_turn: Tensor, inputs: AdvantageInputs) -> Advantages:
 
     Args:
         per_turn: `[trajectories, turns]`.
-        inputs: the trajectories.
+        inputs: The trajectories.
     """
     result = broadcast(inputs.returns, inputs)
     turn = inputs.turn.clamp(min=0)
@@ -368,8 +368,8 @@ def spread_to_loss_tokens(
 
     Args:
         advantages: `[trajectories, tokens]`, read inside the advantage mask only.
-        advantage_mask: bool `[trajectories, tokens]`.
-        loss_mask: bool `[trajectories, tokens]`.
+        advantage_mask: Bool `[trajectories, tokens]`.
+        loss_mask: Bool `[trajectories, tokens]`.
         turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
 
     Returns:
@@ -391,13 +391,13 @@ def place_turn_rewards(turn_rewards: Tensor, turn: Tensor, advantage_mask: Tenso
     Args:
         turn_rewards: `[trajectories, turns]`, padded with 0.
         turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
-        advantage_mask: bool `[trajectories, tokens]`.
+        advantage_mask: Bool `[trajectories, tokens]`.
 
     Returns:
         float32 `[trajectories, tokens]`.
 
     Raises:
-        ValueError: a turn with a reward has no token inside the mask, or a token's turn index has
+        ValueError: A turn with a reward has no token inside the mask, or a token's turn index has
             no column in `turn_rewards`.
 
     >>> turn = torch.tensor([[0, 0, 1, 1]])
@@ -440,7 +440,7 @@ def carry_into_mask(values: Tensor, advantage_mask: Tensor, turn: Tensor) -> Ten
 
     Args:
         values: `[trajectories, tokens]`.
-        advantage_mask: bool `[trajectories, tokens]`.
+        advantage_mask: Bool `[trajectories, tokens]`.
         turn: int64 `[trajectories, tokens]`.
 
     >>> values, turn = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0, 0, 0]])

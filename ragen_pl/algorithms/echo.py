@@ -46,8 +46,8 @@ def role_weights(role: Tensor, marked: Tensor, weights: Mapping[int, float]) -> 
 
     Args:
         role: int8, any shape.
-        marked: bool, same shape.
-        weights: weight by role; 0 for one that is missing.
+        marked: Bool, same shape.
+        weights: Weight by role; 0 for one that is missing.
     """
     result = torch.zeros(role.shape, device=role.device)
     for number, weight in weights.items():
@@ -61,7 +61,7 @@ def text_loss(logprobs: Tensor, weight: Tensor, *, tokens: float | Tensor) -> Te
     Args:
         logprobs: `[rows, time]`.
         weight: `[rows, time]`.
-        tokens: number of tokens with a weight in the whole optimizer step, apart from the policy's own denominator.
+        tokens: Number of tokens with a weight in the whole optimizer step, apart from the policy's own denominator.
     """
     inside = torch.where(weight > 0, logprobs.float(), 0.0)
     count = torch.as_tensor(tokens, dtype=inside.dtype, device=inside.device)

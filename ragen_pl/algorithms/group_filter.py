@@ -25,8 +25,8 @@ class Filter(Protocol):
     """Rule that selects groups.
 
     Attributes:
-        judges_alone: the rule judges each group by its own returns only.
-        needs_groups: the rule compares the returns inside a group.
+        judges_alone: The rule judges each group by its own returns only.
+        needs_groups: The rule compares the returns inside a group.
     """
 
     judges_alone: ClassVar[bool] = False
@@ -163,10 +163,10 @@ class FilterResult:
     """Decision of a group filter on the trajectories of an iteration.
 
     Attributes:
-        keep: bool `[trajectories]`.
+        keep: Bool `[trajectories]`.
         weight: float32 `[trajectories]`, factor of the policy's loss; 0 where dropped.
-        kept_fraction: number of kept groups divided by the number of groups.
-        deviation: mean in-group deviation of the kept groups' returns.
+        kept_fraction: Number of kept groups divided by the number of groups.
+        deviation: Mean in-group deviation of the kept groups' returns.
     """
 
     keep: Tensor
@@ -181,11 +181,11 @@ class GroupFilter:
     """Choose groups by their returns.
 
     Args:
-        keep: rule that selects groups.
-        rescale: factor of the policy's loss as a function of the kept fraction.
-        reweight: exponent; the loss of a kept group is multiplied by its deviation to this power, scaled to
+        keep: Rule that selects groups.
+        rescale: Factor of the policy's loss as a function of the kept fraction.
+        reweight: Exponent; the loss of a kept group is multiplied by its deviation to this power, scaled to
             mean 1 over the kept groups. 0 treats them alike.
-        resample: maximum number of further rollouts to fill the batch with groups that pass (DAPO, Yu et
+        resample: Maximum number of further rollouts to fill the batch with groups that pass (DAPO, Yu et
             al., 2025); for rules that judge each group by itself.
 
     Raises:

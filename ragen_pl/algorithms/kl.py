@@ -43,9 +43,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, how: KLEstimator) -> 
     k3 bounds the log ratio to ±20 and the result to ±10, as the public implementations do.
 
     Args:
-        logprobs: log-probs of the sampled tokens under the policy, any shape.
-        ref_logprobs: log-probs under the reference, same shape.
-        how: an estimator of single tokens, neither `full` nor `full_reverse`.
+        logprobs: Log-probs of the sampled tokens under the policy, any shape.
+        ref_logprobs: Log-probs under the reference, same shape.
+        how: An estimator of single tokens, neither `full` nor `full_reverse`.
 
     Returns:
         float32, same shape.

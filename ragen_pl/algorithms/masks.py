@@ -76,9 +76,9 @@ def above_quantile(
 
     Args:
         values: `[trajectories, tokens]`, compared as float32.
-        mask: bool `[trajectories, tokens]`.
-        fraction: fraction of the tokens of all ranks to keep; ties with the lowest kept value are kept too.
-        all_reduce: sums a tensor over the ranks; None on one rank.
+        mask: Bool `[trajectories, tokens]`.
+        fraction: Fraction of the tokens of all ranks to keep; ties with the lowest kept value are kept too.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
 
     >>> row = torch.tensor([[4.0, 1.0, 3.0, 2.0]])
     >>> above_quantile(row, row > 0, fraction=0.5)
@@ -140,9 +140,9 @@ def top_in_turn(scores: Tensor, mask: Tensor, turn: Tensor, *, fraction: float) 
 
     Args:
         scores: `[trajectories, tokens]`.
-        mask: bool `[trajectories, tokens]`, the tokens to choose from.
+        mask: Bool `[trajectories, tokens]`, the tokens to choose from.
         turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
-        fraction: from 0 to 1; 1 keeps all.
+        fraction: From 0 to 1; 1 keeps all.
 
     Returns:
         bool `[trajectories, tokens]`.

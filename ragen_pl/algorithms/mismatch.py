@@ -32,7 +32,7 @@ def importance_ratio(trainer: Tensor, rollout: Tensor, turn: Tensor, *, level: L
         trainer: `[trajectories, tokens]`, log-probs before the update.
         rollout: `[trajectories, tokens]`, log-probs of the engine.
         turn: int64 `[trajectories, tokens]`, -1 off the sampled tokens.
-        level: unit that a ratio is computed for.
+        level: Unit that a ratio is computed for.
 
     Returns:
         float32 `[trajectories, tokens]`, 1 off the sampled tokens.

@@ -37,7 +37,7 @@ class Normalizer(Protocol):
     """Normalization rule.
 
     Attributes:
-        scope: trajectories that share a shift and a scale, None if the rule changes nothing.
+        scope: Trajectories that share a shift and a scale, None if the rule changes nothing.
     """
 
     scope: ClassVar[StandardizationScope | None] = "batch"
@@ -55,8 +55,8 @@ class Normalizer(Protocol):
         Args:
             returns: `[trajectories]`.
             group: int64 `[trajectories]`.
-            iteration: number of the iteration, from 0.
-            all_reduce: sums a tensor over the ranks; None on one rank.
+            iteration: Number of the iteration, from 0.
+            all_reduce: Sums a tensor over the ranks; None on one rank.
         """
         ...
 
@@ -219,9 +219,9 @@ class RewardNormalizer:
     """Normalize and bound the returns of episodes, and change the turns' rewards accordingly.
 
     Args:
-        by: the rule.
-        clip_low: lowest normalized return, None for no bound.
-        clip_high: highest normalized return, None for no bound; need not mirror `clip_low`.
+        by: The rule.
+        clip_low: Lowest normalized return, None for no bound.
+        clip_high: Highest normalized return, None for no bound; need not mirror `clip_low`.
     """
 
     needs_trust = ()
@@ -260,7 +260,7 @@ class RewardNormalizer:
         Standardization undoes a shift and a scale that all returns of its mean share.
 
         Raises:
-            ValueError: they can't, or it does.
+            ValueError: They can't, or it does.
         """
         if self.needs_groups:
             facts.require_groups(self, key="algorithm.normalize")
@@ -291,7 +291,7 @@ class RewardNormalizer:
             turn_rewards: `[trajectories, turns]`.
             turns: int64 `[trajectories]`, number of turns.
             group: int64 `[trajectories]`.
-            all_reduce: sums a tensor over the ranks; None on one rank.
+            all_reduce: Sums a tensor over the ranks; None on one rank.
 
         >>> rewards, group = torch.tensor([[1.0, 2.0], [1.0, 0.0]]), torch.tensor([0, 0])
         >>> RewardNormalizer(by=ByGroup(scale_by_std=False))(rewards, torch.tensor([2, 1]), group)

@@ -25,8 +25,8 @@ def smallest_of_top(
 
     Args:
         values: `[values]` of this rank, compared as float32. NaN counts as the largest.
-        fraction: fraction of the values of all ranks to count among the largest; one value at least.
-        all_reduce: sums a tensor over the ranks; None on one rank.
+        fraction: Fraction of the values of all ranks to count among the largest; one value at least.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
 
     >>> smallest_of_top(torch.tensor([4.0, -1.0, 3.0, 2.0]), fraction=0.5)
     3.0

@@ -26,11 +26,11 @@ class SurrogateLoss:
 
     Attributes:
         losses: float32 `[batch, time]`, 0 off the mask.
-        clipped_low: number of tokens held at the lower bound.
-        clipped_high: number of tokens held at the upper bound.
-        dual_clipped: number of tokens held by the dual clip.
+        clipped_low: Number of tokens held at the lower bound.
+        clipped_high: Number of tokens held at the upper bound.
+        dual_clipped: Number of tokens held by the dual clip.
         approx_kl: KL(behavior || policy) by the k3 estimator, summed over tokens.
-        tokens: number of tokens inside the mask.
+        tokens: Number of tokens inside the mask.
     """
 
     losses: Tensor
@@ -62,10 +62,10 @@ def clipped_surrogate(
         logprobs: `[batch, time]`, of the policy being trained.
         old_logprobs: `[batch, time]`, before the update.
         advantages: `[batch, time]`.
-        mask: bool `[batch, time]`.
-        clip_low: distance of the lower bound from 1.
-        clip_high: distance of the upper bound from 1.
-        dual_clip: ratio above which a token with A < 0 gets no more gradient, above 1.
+        mask: Bool `[batch, time]`.
+        clip_low: Distance of the lower bound from 1.
+        clip_high: Distance of the upper bound from 1.
+        dual_clip: Ratio above which a token with A < 0 gets no more gradient, above 1.
 
     Raises:
         ValueError: `dual_clip` is not above 1, which would also clip tokens with ratio 1.
@@ -105,11 +105,11 @@ class PolicyLoss:
     """The clipped surrogate (PPO) and how its token losses become one number.
 
     Attributes:
-        clip_low: distance of the lower bound from 1.
-        clip_high: distance of the upper bound from 1.
-        dual_clip: ratio above which a token with a negative advantage gets no more gradient.
-        aggregation: how token losses are averaged.
-        constant: number of tokens that a sequence stands for, with aggregation `constant`.
+        clip_low: Distance of the lower bound from 1.
+        clip_high: Distance of the upper bound from 1.
+        dual_clip: Ratio above which a token with a negative advantage gets no more gradient.
+        aggregation: How token losses are averaged.
+        constant: Number of tokens that a sequence stands for, with aggregation `constant`.
     """
 
     needs_trust = ()
@@ -157,7 +157,7 @@ class PolicyLoss:
             logprobs: `[batch, time]`, of the policy being trained.
             old_logprobs: `[batch, time]`, before the update.
             advantages: `[batch, time]`.
-            mask: bool `[batch, time]`.
+            mask: Bool `[batch, time]`.
             turn: int64 `[batch, time]`, -1 off the sampled tokens.
         """
         bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}

@@ -28,7 +28,7 @@ def mean_over_response(values: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
 
     Args:
         values: `[batch, time]`.
-        mask: bool `[batch, time]`.
+        mask: Bool `[batch, time]`.
         turn: int64 `[batch, time]`, -1 off the sampled tokens.
 
     >>> values, turn = torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[0, 0, 1]])
@@ -64,10 +64,10 @@ def sequence_surrogate(
         logprobs: `[batch, time]`, of the policy being trained.
         old_logprobs: `[batch, time]`, before the update.
         advantages: `[batch, time]`.
-        mask: bool `[batch, time]`.
+        mask: Bool `[batch, time]`.
         turn: int64 `[batch, time]`, the response of each token.
-        clip_low: distance of the lower bound from 1; published 3e-4.
-        clip_high: distance of the upper bound from 1; published 4e-4.
+        clip_low: Distance of the lower bound from 1; published 3e-4.
+        clip_high: Distance of the upper bound from 1; published 4e-4.
 
     >>> new, turn = torch.tensor([[0.0, 0.2]]), torch.zeros(1, 2, dtype=torch.int64)
     >>> old, mask = torch.zeros(1, 2), turn >= 0
@@ -130,9 +130,9 @@ def cispo(
         logprobs: `[batch, time]`, of the policy being trained.
         old_logprobs: `[batch, time]`, before the update.
         advantages: `[batch, time]`.
-        mask: bool `[batch, time]`.
-        clip_low: distance of the lower bound from 1; 1 for none.
-        clip_high: distance of the upper bound from 1.
+        mask: Bool `[batch, time]`.
+        clip_low: Distance of the lower bound from 1; 1 for none.
+        clip_high: Distance of the upper bound from 1.
 
     >>> new, old, mask = torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), torch.tensor([[True]])
     >>> cispo(new, old, torch.ones(1, 1), mask, clip_low=1.0, clip_high=2.0).losses
@@ -202,9 +202,9 @@ def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, *, how: Divergence
     for a rare token as its ratio (Qi et al., 2026, arXiv 2602.04879, eqs. 13 and 14).
 
     Args:
-        logprobs: any shape, of the policy.
-        old_logprobs: same shape, before the update.
-        how: the divergence.
+        logprobs: Any shape, of the policy.
+        old_logprobs: Same shape, before the update.
+        how: The divergence.
 
     Returns:
         float32, same shape.
@@ -245,12 +245,12 @@ def divergence_masked(
         logprobs: `[batch, time]`, of the policy being trained.
         old_logprobs: `[batch, time]`, before the update.
         advantages: `[batch, time]`.
-        mask: bool `[batch, time]`.
+        mask: Bool `[batch, time]`.
         turn: int64 `[batch, time]`, the response of each token.
-        clip_low: largest divergence of a token with rho < 1 and A < 0; published 0.15 (tv) and 0.05 (kl).
-        clip_high: largest divergence of a token with rho > 1 and A > 0.
-        divergence: measure of the divergence.
-        level: tokens that share a ratio and a divergence.
+        clip_low: Largest divergence of a token with rho < 1 and A < 0; published 0.15 (tv) and 0.05 (kl).
+        clip_high: Largest divergence of a token with rho > 1 and A > 0.
+        divergence: Measure of the divergence.
+        level: Tokens that share a ratio and a divergence.
 
     >>> new, old = torch.tensor([[0.04, 0.9, 0.9]]).log(), torch.tensor([[0.01, 0.5, 0.8]]).log()
     >>> mask, turn = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.int64)
@@ -288,8 +288,8 @@ class DivergencePolicyLoss(PolicyLoss):
     `clip_low` and `clip_high` bound the divergence.
 
     Attributes:
-        divergence: measure of the divergence.
-        level: tokens that share a ratio and a divergence. A sequence is a sample: a response where samples are turns.
+        divergence: Measure of the divergence.
+        level: Tokens that share a ratio and a divergence. A sequence is a sample: a response where samples are turns.
     """
 
     needs_trust = ()

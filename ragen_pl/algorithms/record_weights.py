@@ -39,13 +39,13 @@ def record_weights(
 
     Args:
         returns: `[episodes]`.
-        success: bool `[episodes]`, whether the task was solved.
+        success: Bool `[episodes]`, whether the task was solved.
         group: int64 `[episodes]`, equal for episodes from the same initial state.
-        rule: which weights.
-        threshold: lowest return of `threshold` and `best`; None for no bound.
-        best: n of `best`.
+        rule: Which weights.
+        threshold: Lowest return of `threshold` and `best`; None for no bound.
+        best: N of `best`.
         temperature: β of `exponential`.
-        cap: largest weight of `exponential` before scaling.
+        cap: Largest weight of `exponential` before scaling.
 
     >>> returns, group = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0, 0, 1])
     >>> record_weights(returns, returns > 0, group, rule="best")

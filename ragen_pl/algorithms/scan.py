@@ -41,7 +41,7 @@ def next_on_mask(x: Tensor, *, mask: Tensor, last: Tensor) -> Tensor:
 
     Args:
         x: `[rows, time]`.
-        mask: bool `[rows, time]`.
+        mask: Bool `[rows, time]`.
         last: `[rows]`, what follows the last token inside the mask.
 
     Returns:
@@ -59,7 +59,7 @@ def next_index(mask: Tensor) -> Tensor:
     """Find the index of the next token inside the mask, strictly after each token.
 
     Args:
-        mask: bool `[rows, time]`.
+        mask: Bool `[rows, time]`.
 
     Returns:
         int64 `[rows, time]`; `time` where no token of the mask follows.
@@ -75,7 +75,7 @@ def index_from(mask: Tensor) -> Tensor:
     """Find the index of the first token inside the mask at or after each token.
 
     Args:
-        mask: bool `[rows, time]`.
+        mask: Bool `[rows, time]`.
 
     Returns:
         int64 `[rows, time]`; `time` where no token of the mask follows.

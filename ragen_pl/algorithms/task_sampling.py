@@ -25,9 +25,9 @@ class TaskScore:
         """Add a score.
 
         Args:
-            score: mean success, 0 to 1.
-            fast: weight of the new score in the fast average.
-            slow: weight of the new score in the slow average.
+            score: Mean success, 0 to 1.
+            fast: Weight of the new score in the fast average.
+            slow: Weight of the new score in the slow average.
         """
         self.last = score
         self.fast = score if self.fast is None else self.fast + fast * (score - self.fast)
@@ -67,11 +67,11 @@ def task_probabilities(
     Where all weights are 0, all tasks are equally likely.
 
     Args:
-        scores: scores of the tasks.
-        rule: kind of weight.
-        thresholds: highest score of each pool, in rising order.
-        pool_weights: weight of a task in each pool.
-        floor: part of a uniform distribution.
+        scores: Scores of the tasks.
+        rule: Kind of weight.
+        thresholds: Highest score of each pool, in rising order.
+        pool_weights: Weight of a task in each pool.
+        floor: Part of a uniform distribution.
 
     >>> seen, unseen = TaskScore(0.5, 0.5, 0.5), TaskScore()
     >>> pools = {"thresholds": [0.25, 0.75, 1.0], "pool_weights": [0.2, 1.0, 0.2]}
@@ -93,9 +93,9 @@ def drawn_tasks(probabilities: Sequence[float], *, draws: int, offset: float) ->
     Each task is drawn as often as its expected number, rounded up or down.
 
     Args:
-        probabilities: probability of each task.
-        draws: number of draws.
-        offset: from 0 to below 1.
+        probabilities: Probability of each task.
+        draws: Number of draws.
+        offset: From 0 to below 1.
 
     >>> drawn_tasks([0.5, 0.25, 0.25], draws=4, offset=0.5)
     [0, 0, 1, 2]

@@ -96,7 +96,7 @@ def following_in_turn(mask: Tensor, *, turn: Tensor) -> Tensor:
     """Find the first token of the mask at or after each token, within the token's turn.
 
     Args:
-        mask: bool `[trajectories, tokens]`.
+        mask: Bool `[trajectories, tokens]`.
         turn: int64 `[trajectories, tokens]`.
 
     Returns:
@@ -115,7 +115,7 @@ def nearest_in_turn(mask: Tensor, *, turn: Tensor) -> Tensor:
     """Find the next token of the mask within each token's turn, else the last before it.
 
     Args:
-        mask: bool `[trajectories, tokens]`.
+        mask: Bool `[trajectories, tokens]`.
         turn: int64 `[trajectories, tokens]`.
 
     Returns:

@@ -14,8 +14,8 @@ class ValueLoss:
 
     Attributes:
         losses: float32 `[batch, time]`, 0 off the mask.
-        clipped: number of tokens held by the clip.
-        tokens: number of tokens inside the mask.
+        clipped: Number of tokens held by the clip.
+        tokens: Number of tokens inside the mask.
     """
 
     losses: Tensor
@@ -39,9 +39,9 @@ def value_loss(
     Args:
         values: `[batch, time]`, of the critic being trained.
         returns: `[batch, time]`.
-        mask: bool `[batch, time]`, M_adv, where returns are defined.
+        mask: Bool `[batch, time]`, M_adv, where returns are defined.
         old_values: `[batch, time]`, values that the advantages were estimated with.
-        clip: largest distance from `old_values`.
+        clip: Largest distance from `old_values`.
 
     Raises:
         ValueError: `clip` without `old_values`.

@@ -26,9 +26,9 @@ def masked_moments(
     squares lose precision in float32 where the mean is large.
 
     Args:
-        x: any shape.
-        mask: bool, same shape.
-        all_reduce: sums a tensor over the ranks; None on one rank.
+        x: Any shape.
+        mask: Bool, same shape.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
 
     Returns:
         Mean and variance, float32 scalars; both 0 where the mask is empty, and the variance 0
@@ -54,10 +54,10 @@ def whiten(
     """Shift and scale to mean 0 and deviation 1 over the mask.
 
     Args:
-        x: any shape.
-        mask: bool, same shape. Padding and zero-weight rows belong outside.
-        eps: added to the variance.
-        all_reduce: sums a tensor over the ranks; None on one rank.
+        x: Any shape.
+        mask: Bool, same shape. Padding and zero-weight rows belong outside.
+        eps: Added to the variance.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
 
     Returns:
         float32, same shape, 0 off the mask.

@@ -19,7 +19,6 @@ from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule, WarmStartDataModule
-from ragen_pl.data.records import RecordDataModule
 from ragen_pl.data.settings import (
     IterationSettings,
     RecordSettings,
@@ -117,7 +116,7 @@ def with_words(cfg: DictConfig) -> DictConfig:
     A model without `model.build.words` has a vocabulary of its own, and its config is returned as it is.
 
     Raises:
-        ConfigError: the class can't be found, or declares something else than texts.
+        ConfigError: The class can't be found, or declares something else than texts.
     """
     build = cfg.model.build
     if "words" not in build or build.words is not None:
@@ -133,7 +132,7 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
     """Build or load the model.
 
     Raises:
-        ConfigError: the environment's class, whose words a small model's tokens are, can't be found.
+        ConfigError: The environment's class, whose words a small model's tokens are, can't be found.
     """
     # cuDNN rounds what convolutions of float32 read to 10 bits by default, and with it the patches of images
     torch.backends.cudnn.allow_tf32 = False
@@ -170,7 +169,7 @@ def build_endpoint(cfg: DictConfig) -> ChatEndpoint | None:
     """Return the config's model behind an API, or None.
 
     Raises:
-        ConfigError: its package is not installed, or its key is not set.
+        ConfigError: Its package is not installed, or its key is not set.
     """
     with config_errors("endpoint"):
         endpoint: ChatEndpoint | None = instantiate(cfg.endpoint, _convert_="all")
@@ -181,7 +180,7 @@ def build_engine(engine: DictConfig, bundle: ModelBundle) -> RolloutEngine:
     """Build the rollout engine of the node `rollout.engine` for a model that does not train.
 
     Raises:
-        ConfigError: it can't sample for the model.
+        ConfigError: It can't sample for the model.
     """
     with config_errors("rollout.engine"):
         return engine_factory(engine)(PolicyModule(bundle))
@@ -201,9 +200,9 @@ def build_critic(
     """Build the algorithm's critic: on the policy's backbone (`shared`), on its `own`, or `none`.
 
     Args:
-        cfg: config of the run.
-        bundle: the policy's model.
-        build: builds or loads the model of an own backbone.
+        cfg: Config of the run.
+        bundle: The policy's model.
+        build: Builds or loads the model of an own backbone.
     """
     kind = cfg.algorithm.critic
     if kind == "none":
@@ -227,12 +226,12 @@ def build_critic_model(
     """Build the model of a critic with its own: `critic.build`, or the policy's again.
 
     Args:
-        cfg: config of the run.
-        policy: the policy's model.
-        build: builds or loads the model of a config.
+        cfg: Config of the run.
+        policy: The policy's model.
+        build: Builds or loads the model of a config.
 
     Raises:
-        ConfigError: it reads other inputs than the policy.
+        ConfigError: It reads other inputs than the policy.
     """
     if cfg.critic.build is None:
         return build(cfg)
@@ -273,10 +272,10 @@ def assemble_agent(
     """Build the agent. A reference policy is a copy of the policy's present weights.
 
     Args:
-        cfg: config of the run.
-        policy: policy.
-        critic: critic, if the algorithm needs one.
-        engine: builds the rollout engine; the config's by default.
+        cfg: Config of the run.
+        policy: Policy.
+        critic: Critic, if the algorithm needs one.
+        engine: Builds the rollout engine; the config's by default.
     """
     algorithm = cfg.algorithm
     update = read_settings(UpdateSettings, cfg["update"])
@@ -329,6 +328,8 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, WarmSt
     update = read_settings(UpdateSettings, cfg["update"])
     validation_set = components.validation_sets[0]
     if cfg.warm_start.get("records") is not None:
+        from ragen_pl.data.records import RecordDataModule
+
         environments = environments_of_records(cfg.env)
         return module, RecordDataModule(
             replace(components.proxy, environments=environments),
@@ -419,7 +420,7 @@ def check_optimizer(settings: DictConfig, *, key: str) -> None:
     """Build an optimizer of a single number. Wrong settings are then refused before training.
 
     Raises:
-        ConfigError: the optimizer does not accept its settings.
+        ConfigError: The optimizer does not accept its settings.
     """
     with config_errors(key):
         instantiate(settings, _convert_="all")([torch.nn.Parameter(torch.zeros(1))])

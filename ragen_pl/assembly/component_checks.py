@@ -24,7 +24,6 @@ from ragen_pl.checkpoints.folder import configured_run
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.config.settings import read_settings
-from ragen_pl.data.records import check_records
 from ragen_pl.data.settings import RecordSettings, WarmStartSettings
 from ragen_pl.engines.protocol import check_asynchronous, kept_ids_problem
 from ragen_pl.models.truncation import Truncation
@@ -35,14 +34,16 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
     """Build the components of a run that need no model, and check them against each other.
 
     Args:
-        cfg: config of `ragen_pl.fit`.
-        environment: the config's environment, unwrapped.
+        cfg: Config of `ragen_pl.fit`.
+        environment: The config's environment, unwrapped.
 
     Raises:
-        ConfigError: a constructor refuses its arguments, or two components do not fit together.
+        ConfigError: A constructor refuses its arguments, or two components do not fit together.
     """
     algorithm = cfg.algorithm
     if is_learned_from_records(cfg):
+        from ragen_pl.data.records import check_records
+
         with config_errors("warm_start.records"):
             check_records(
                 read_settings(RecordSettings, cfg.warm_start.records),
@@ -148,7 +149,7 @@ def check_logger(cfg: DictConfig) -> None:
     """Ask the logger's class whether its settings can work; it may need a server.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: They cannot.
     """
     if not cfg.logger:
         return

@@ -52,12 +52,12 @@ class Teacher:
     differ. It is read from `path` at every start of the run; checkpoints hold a fingerprint of it.
 
     Attributes:
-        path: checkpoint or folder of a run, whose last checkpoint is taken, or Hugging Face folder.
-        max_tokens: tokens of the longest conversation; None for any.
-        trust: whether settings of somebody else that come with the teacher are taken as they are.
+        path: Checkpoint or folder of a run, whose last checkpoint is taken, or Hugging Face folder.
+        max_tokens: Tokens of the longest conversation; None for any.
+        trust: Whether settings of somebody else that come with the teacher are taken as they are.
 
     Raises:
-        ConfigError: there is no such model, or its settings are somebody else's and name code.
+        ConfigError: There is no such model, or its settings are somebody else's and name code.
     """
 
     needs_trust = ("path",)
@@ -111,10 +111,10 @@ class Teacher:
         """Check that the teacher reads the policy's ids as the policy does. No weights are read.
 
         Args:
-            policy: the policy's model.
+            policy: The policy's model.
 
         Raises:
-            ConfigError: its tokenizer is another.
+            ConfigError: Its tokenizer is another.
         """
         with config_errors(self._place):
             build = self._settings.model.build
@@ -130,7 +130,7 @@ class Teacher:
         """Check that the loss takes its gradient from the teacher.
 
         Raises:
-            ValueError: it does not.
+            ValueError: It does not.
         """
         kl = facts.loss.kl if isinstance(facts.loss, UpdateLoss) else None
         if kl is not None and kl.estimator is KLEstimator.K1 and not kl.changes_rewards:
@@ -144,7 +144,7 @@ class Teacher:
         """Return the teacher, which scores the ids that the policy can sample.
 
         Raises:
-            ConfigError: it can't be read, or reads other ids or images than the policy.
+            ConfigError: It can't be read, or reads other ids or images than the policy.
         """
         student = policy.bundle
         with config_errors(self._place):

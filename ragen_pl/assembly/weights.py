@@ -50,10 +50,10 @@ def load_bundle(cfg: DictConfig) -> ModelBundle:
     """Return model, tokenizer and processor with the weights of `cfg.source`, in eval mode.
 
     Args:
-        cfg: settings as prepared by `ragen_pl.evaluation.settings`.
+        cfg: Settings as prepared by `ragen_pl.evaluation.settings`.
 
     Raises:
-        ConfigError: the weights cannot be read, or belong to another model.
+        ConfigError: The weights cannot be read, or belong to another model.
     """
     source = cfg.source.checkpoint
     if source is not None and Path(source).is_file():
@@ -89,13 +89,13 @@ def build_for(
     A model that is loaded, and not made from its settings, has the size of its own files.
 
     Args:
-        weights: weights of a checkpoint, all of the model among them.
-        cfg: settings with those of the model.
-        settings: file that they come from; None for settings that are trusted.
-        key: key of the model's, for error messages.
+        weights: Weights of a checkpoint, all of the model among them.
+        cfg: Settings with those of the model.
+        settings: File that they come from; None for settings that are trusted.
+        key: Key of the model's, for error messages.
 
     Raises:
-        ConfigError: it would be far larger. No memory has been taken for it.
+        ConfigError: It would be far larger. No memory has been taken for it.
     """
     build = cfg.model.build
     if settings is None or is_own(settings) or build.get("path") is not None:
@@ -126,7 +126,7 @@ def load_weights(bundle: ModelBundle, file: Path) -> None:
     """Load the policy's weights from a Lightning checkpoint or a run's `warm_start.pt`.
 
     Raises:
-        ConfigError: the file is no such checkpoint, or holds another model's weights.
+        ConfigError: The file is no such checkpoint, or holds another model's weights.
     """
     _load_policy(bundle, read_policy(file), file)
 
@@ -141,7 +141,7 @@ def read_policy(file: Path) -> dict[str, Any]:
     """Return a checkpoint that holds a policy.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no policy.
+        ConfigError: The file cannot be read, or holds no policy.
     """
     hint = "give a checkpoint that a run has written"
     saved = read_checkpoint(file, source=str(file), hint=hint)
@@ -163,13 +163,13 @@ def _load(
     """Load a checkpoint's weights on top of the module's frozen ones.
 
     Args:
-        module: receives the weights.
-        weights: entries of the checkpoint under the module's own names.
-        saved: the checkpoint.
-        name: the module's name in the checkpoint.
-        source: the setting or file that they come from, for error messages.
-        hint: remedy, for error messages.
-        prefix: put before a tensor's name in error messages.
+        module: Receives the weights.
+        weights: Entries of the checkpoint under the module's own names.
+        saved: The checkpoint.
+        name: The module's name in the checkpoint.
+        source: The setting or file that they come from, for error messages.
+        hint: Remedy, for error messages.
+        prefix: Put before a tensor's name in error messages.
     """
     complete = with_frozen(module, weights)
     check_shapes(complete, module, source=source, hint=hint, prefix=prefix)
@@ -193,12 +193,12 @@ def check_frozen(
     """Check that frozen weights are those of a checkpoint.
 
     Args:
-        saved: the checkpoint's fingerprints.
-        present: those of the modules that it is loaded into.
-        source: the setting or file that the checkpoint comes from.
+        saved: The checkpoint's fingerprints.
+        present: Those of the modules that it is loaded into.
+        source: The setting or file that the checkpoint comes from.
 
     Raises:
-        ConfigError: they have changed.
+        ConfigError: They have changed.
     """
     problem = frozen_problem(saved, present)
     if problem is not None:
@@ -220,13 +220,13 @@ def load_initial_weights(
     A run without a critic ignores the critic of the file.
 
     Args:
-        components: receive the weights.
-        file: the file to read.
-        source: the setting that named the file, for error messages.
-        hint: remedy for a file of another kind, for error messages.
+        components: Receive the weights.
+        file: The file to read.
+        source: The setting that named the file, for error messages.
+        hint: Remedy for a file of another kind, for error messages.
 
     Raises:
-        ConfigError: the file cannot be read, holds another model, or lacks a critic.
+        ConfigError: The file cannot be read, holds another model, or lacks a critic.
     """
     saved = read_checkpoint(file, source=source, hint=hint)
     for name, module in (("policy", components.policy), ("critic", components.critic)):
@@ -242,13 +242,13 @@ def check_resumable(
     """Check that training can continue from a checkpoint.
 
     Args:
-        file: the checkpoint.
-        module: the module to be trained.
-        needed: state that the module's own checkpoints hold besides Lightning's.
-        trusted: see `read_checkpoint`.
+        file: The checkpoint.
+        module: The module to be trained.
+        needed: State that the module's own checkpoints hold besides Lightning's.
+        trusted: See `read_checkpoint`.
 
     Raises:
-        ConfigError: it cannot be read, lacks state, or is of another model or optimizer.
+        ConfigError: It cannot be read, lacks state, or is of another model or optimizer.
     """
     source = f"ckpt_path={file}"
     hint = "give another checkpoint"
@@ -282,15 +282,15 @@ def read_checkpoint(
     """Read a file of `torch.save` to the CPU. Its tensors stay in the file until they are used.
 
     Args:
-        file: the file to read.
-        source: the setting that named the file, for error messages.
-        hint: remedy, for error messages.
-        trusted: also load objects that are not tensors or plain data, which may run any code.
-        data: read the weights of a sharded checkpoint; otherwise they are on the meta device.
+        file: The file to read.
+        source: The setting that named the file, for error messages.
+        hint: Remedy, for error messages.
+        trusted: Also load objects that are not tensors or plain data, which may run any code.
+        data: Read the weights of a sharded checkpoint; otherwise they are on the meta device.
 
     Raises:
-        UnknownObjectError: it holds something else than tensors and plain data, and is not trusted.
-        ConfigError: it cannot be read, or holds no dictionary.
+        UnknownObjectError: It holds something else than tensors and plain data, and is not trusted.
+        ConfigError: It cannot be read, or holds no dictionary.
     """
     with config_errors(source, hint=hint):
         try:
@@ -320,14 +320,14 @@ def _check_finite(
     """Check the weights of a checkpoint, and the states of its optimizers.
 
     Args:
-        saved: the checkpoint.
-        parameters: names of the module's weights that are no buffers.
-        source: the setting or file that they come from, for error messages.
-        hint: remedy, for error messages.
-        prefix: put before a weight's name in error messages.
+        saved: The checkpoint.
+        parameters: Names of the module's weights that are no buffers.
+        source: The setting or file that they come from, for error messages.
+        hint: Remedy, for error messages.
+        prefix: Put before a weight's name in error messages.
 
     Raises:
-        ConfigError: naming the first entry that is not finite.
+        ConfigError: Naming the first entry that is not finite.
     """
     entry = non_finite_entry(saved, parameters)
     if entry is not None:
@@ -373,14 +373,14 @@ def check_shapes(
     """Check that weights have the names and shapes of a module's.
 
     Args:
-        weights: to be loaded into the module.
-        module: defines the expected names and shapes.
-        source: the setting or file that they come from, for error messages.
-        hint: remedy, for error messages.
-        prefix: put before a tensor's name in error messages.
+        weights: To be loaded into the module.
+        module: Defines the expected names and shapes.
+        source: The setting or file that they come from, for error messages.
+        hint: Remedy, for error messages.
+        prefix: Put before a tensor's name in error messages.
 
     Raises:
-        ConfigError: naming the first tensor that differs.
+        ConfigError: Naming the first tensor that differs.
     """
     given = {name: list(tensor.shape) for name, tensor in weights.items()}
     expected = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}

@@ -59,9 +59,9 @@ def refusal(headers: Headers, *, same_origin: bool = False, is_link: bool = Fals
     """Return why a request without a key is not answered, None if it is.
 
     Args:
-        headers: its headers.
-        same_origin: whether pages of this machine have to be the server's own.
-        is_link: whether it may be a link that a person has followed from another page.
+        headers: Its headers.
+        same_origin: Whether pages of this machine have to be the server's own.
+        is_link: Whether it may be a link that a person has followed from another page.
     """
     hosts = headers.getall("Host", ())
     origins = headers.getall("Origin", ())

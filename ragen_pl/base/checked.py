@@ -20,7 +20,7 @@ def needs_trust(*arguments: str) -> Callable[[Function], Function]:
     (`ragen_pl.config.signatures.declared_trust`), and a class or function without one is refused in such files.
 
     Args:
-        arguments: names of arguments, or patterns of the dotted names in them, whose texts can make it start a process,
+        arguments: Names of arguments, or patterns of the dotted names in them, whose texts can make it start a process,
             import a module, open a file or send something; `*` for the whole function. None for one that can't.
     """
 
@@ -36,7 +36,7 @@ def checked(target: Function) -> Function:
     A text given for a `StrEnum` is replaced by the member.
 
     Raises:
-        ValueError: at a call, with the argument, what was expected and what was given.
+        ValueError: At a call, with the argument, what was expected and what was given.
 
     >>> @checked
     ... def turn(*, degrees: int = 90) -> int:
@@ -57,9 +57,9 @@ def _checked_call(function: Function, annotated: Sequence[Any], *, name: str) ->
     """Return a function whose arguments are held against annotations.
 
     Args:
-        function: the function.
-        annotated: objects that have the annotations of its arguments, the first of a name counts.
-        name: its name in messages.
+        function: The function.
+        annotated: Objects that have the annotations of its arguments, the first of a name counts.
+        name: Its name in messages.
     """
     signature = inspect.signature(function)
 

@@ -44,9 +44,9 @@ class Text(Predicate):
     """Metadata of a text that a function accepts.
 
     Args:
-        expected: the constraint in words.
-        names: returns names for suggestions.
-        outside: whether other texts are possible outside a configuration.
+        expected: The constraint in words.
+        names: Returns names for suggestions.
+        outside: Whether other texts are possible outside a configuration.
     """
 
     expected: str = "text"
@@ -63,8 +63,8 @@ def matching(pattern: str, example: str) -> Text:
     """Return the metadata of a text that matches a regular expression as a whole.
 
     Args:
-        pattern: the expression.
-        example: such a text, for messages.
+        pattern: The expression.
+        example: Such a text, for messages.
     """
     return Text(lambda text: re.fullmatch(pattern, text) is not None, f"text such as {example}")
 
@@ -120,8 +120,8 @@ class Arguments:
     The class may have rules on the group and on other nodes, see `ragen_pl.config.relations`.
 
     Args:
-        target: class path.
-        without: arguments that are no keys.
+        target: Class path.
+        without: Arguments that are no keys.
     """
 
     target: str
@@ -133,8 +133,8 @@ class ArgumentsOf:
     """Metadata of a group of settings whose keys are arguments of the class that another setting names.
 
     Args:
-        sibling: setting in the same parent that names the class.
-        default: full name of the setting that names the class if there is no such sibling.
+        sibling: Setting in the same parent that names the class.
+        default: Full name of the setting that names the class if there is no such sibling.
     """
 
     sibling: str
@@ -197,12 +197,12 @@ def validated(annotation: Any, value: Any, *, components: bool = True) -> Any:
     """Return a value as its annotation has it: a member of a `StrEnum` for its text.
 
     Args:
-        annotation: the annotation of a parameter; `Any` and what is unknown accept everything.
-        value: plain values as YAML has them, or arguments of a constructor.
-        components: whether a class annotation refuses plain values, as in a configuration.
+        annotation: The annotation of a parameter; `Any` and what is unknown accept everything.
+        value: Plain values as YAML has them, or arguments of a constructor.
+        components: Whether a class annotation refuses plain values, as in a configuration.
 
     Raises:
-        ValueError: what was expected, and the nearest word.
+        ValueError: What was expected, and the nearest word.
     """
     # numbers of numpy
     if isinstance(value, Real) and value is not True and value is not False:

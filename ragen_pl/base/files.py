@@ -80,8 +80,8 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
     A process that is killed inside the block leaves `path` as it was.
 
     Args:
-        path: the file to write. Its folder must exist.
-        durable: wait until the disk has the file, which then outlives a machine that loses power.
+        path: The file to write. Its folder must exist.
+        durable: Wait until the disk has the file, which then outlives a machine that loses power.
     """
     partial = path.with_name(f"{path.name}{PARTIAL}")
     try:

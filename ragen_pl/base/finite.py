@@ -13,7 +13,7 @@ class NonFiniteError(ArithmeticError):
     """A number that training goes on with is NaN or infinite. The text is one line.
 
     Attributes:
-        on_all_ranks: whether all ranks raise it, so that the first one alone has to report it.
+        on_all_ranks: Whether all ranks raise it, so that the first one alone has to report it.
     """
 
     on_all_ranks = False
@@ -23,12 +23,12 @@ def require_finite(values: Tensor, name: str, *, remedy: str = "return finite nu
     """Check that all values are finite. It waits for the device.
 
     Args:
-        values: any shape.
-        name: what they are and what has computed them, in the plural.
-        remedy: end of the message.
+        values: Any shape.
+        name: What they are and what has computed them, in the plural.
+        remedy: End of the message.
 
     Raises:
-        NonFiniteError: one is not; the message has the first one and its place.
+        NonFiniteError: One is not; the message has the first one and its place.
 
     >>> require_finite(torch.tensor([[0.0, float("nan")]]), "the advantages of Mine")
     Traceback (most recent call last):

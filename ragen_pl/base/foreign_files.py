@@ -87,7 +87,7 @@ def check_plain(path: Path) -> None:
     """Check that a file is a plain one, or that a folder has plain files only and no link.
 
     Raises:
-        ForeignFileError: it is something else.
+        ForeignFileError: It is something else.
     """
     for each in [path, *(_entries(path) if path.is_dir() and not path.is_symlink() else ())]:
         if each.is_symlink() or (each.exists() and not (each.is_file() or each.is_dir())):
@@ -98,8 +98,8 @@ def settings_text(file: Path) -> str:
     """Return the YAML of a file of settings that can be read in a short time.
 
     Raises:
-        ForeignFileError: it is too large, nested too deeply, or refers to parts of itself.
-        OSError: it can't be read.
+        ForeignFileError: It is too large, nested too deeply, or refers to parts of itself.
+        OSError: It can't be read.
     """
     if not file.is_file():
         raise ForeignFileError(f"{file} is no plain file")
@@ -140,7 +140,7 @@ def plain_json(text: str | bytes) -> Any:
     """Return a JSON value of a limited depth.
 
     Raises:
-        ValueError: it is none, or is nested too deeply.
+        ValueError: It is none, or is nested too deeply.
     """
     return from_json(text)
 
@@ -162,10 +162,10 @@ def archive_problem(file: Path | bytes) -> str | None:
     `torch.save` compresses nothing, and no two of its entries share bytes.
 
     Args:
-        file: the file, or its content where it is a part of another one.
+        file: The file, or its content where it is a part of another one.
 
     Raises:
-        OSError: it can't be read.
+        OSError: It can't be read.
     """
     if isinstance(file, Path) and file.exists() and not file.is_file():
         return "is no plain file"
@@ -193,7 +193,7 @@ def pickle_problem(file: Path | bytes) -> str | None:
     """Return the fault of the pickle in a file of `torch.save` as a clause: what it makes is in it.
 
     Args:
-        file: the file, or its content where it is a part of another one.
+        file: The file, or its content where it is a part of another one.
     """
     try:
         with _opened(file) as stream, zipfile.ZipFile(stream) as archive:
@@ -212,8 +212,8 @@ def bare_pickle_problem(content: bytes, *, limit: int) -> str | None:
     Calls in a pickle may copy one text a thousand times. The pickle is read once without them.
 
     Args:
-        content: the pickle.
-        limit: bytes that all its calls may take.
+        content: The pickle.
+        limit: Bytes that all its calls may take.
     """
     try:
         _Measure(io.BytesIO(content), limit=limit).load()
@@ -230,8 +230,8 @@ class _Measure(pickle._Unpickler):
     It is the one in Python: that in C makes room for as many objects as a file says.
 
     Args:
-        stream: the pickle.
-        limit: bytes that all calls may take.
+        stream: The pickle.
+        limit: Bytes that all calls may take.
     """
 
     def __init__(self, stream: io.BytesIO, *, limit: int) -> None:
@@ -249,7 +249,7 @@ class _Measure(pickle._Unpickler):
         """Count items or characters.
 
         Raises:
-            ForeignFileError: they are more than the file has.
+            ForeignFileError: They are more than the file has.
         """
         self.left -= count
         if self.left < 0:

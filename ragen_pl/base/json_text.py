@@ -14,9 +14,9 @@ def json_text(
     """Return a value as JSON, with null for NaN and infinity, which JSON does not have.
 
     Args:
-        value: a value of JSON's types.
-        default: function that turns other values into such ones; None to refuse them.
-        settings: further arguments of `json.dumps`.
+        value: A value of JSON's types.
+        default: Function that turns other values into such ones; None to refuse them.
+        settings: Further arguments of `json.dumps`.
 
     >>> json_text({"loss": float("nan"), "rows": [1.5, float("-inf")]})
     '{"loss": null, "rows": [1.5, null]}'

@@ -27,7 +27,7 @@ def wide_console(log_width: int) -> Console:
     """Return a console for tables.
 
     Args:
-        log_width: columns where the output is no terminal; rich's default of 80 would wrap tables.
+        log_width: Columns where the output is no terminal; rich's default of 80 would wrap tables.
     """
     console = Console()
     if not console.is_terminal:
@@ -39,11 +39,11 @@ class PhaseProgress:
     """Progress of one phase. Call it with the number of episodes done and of all.
 
     Args:
-        label: name of the phase.
-        total: number of episodes.
-        console: where to draw; default the terminal.
-        short_s: phases that are shorter have no line in a log.
-        interval_s: seconds between two lines at least.
+        label: Name of the phase.
+        total: Number of episodes.
+        console: Where to draw; default the terminal.
+        short_s: Phases that are shorter have no line in a log.
+        interval_s: Seconds between two lines at least.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ def phase(label: str, total: int, *, shown: bool = True) -> Iterator[PhaseProgre
     """Show a phase while it lasts.
 
     Args:
-        label: name of the phase.
-        total: number of episodes.
-        shown: whether this process shows it, such as the first rank.
+        label: Name of the phase.
+        total: Number of episodes.
+        shown: Whether this process shows it, such as the first rank.
     """
     progress = PhaseProgress(label, total)
     if shown:

@@ -19,9 +19,9 @@ class Block:
     """A tagged block of a response.
 
     Attributes:
-        span: label of its tokens.
-        hint: its contents, as the instructions describe them.
-        state: for a statement about the environment, the state that it is about: the one `before` the
+        span: Label of its tokens.
+        hint: Its contents, as the instructions describe them.
+        state: For a statement about the environment, the state that it is about: the one `before` the
             turn's actions or the one `after` them.
     """
 
@@ -111,9 +111,9 @@ def format_response(prompt_format: PromptFormat, answer: str, *, blocks: Mapping
     """Return a response in a format.
 
     Args:
-        prompt_format: the format.
-        answer: text of the answer block.
-        blocks: texts of the sections by name; a missing one is empty. The text of a free think block is
+        prompt_format: The format.
+        answer: Text of the answer block.
+        blocks: Texts of the sections by name; a missing one is empty. The text of a free think block is
             that of `reasoning`.
 
     >>> format_response(PromptFormat.GROUNDING, "Up", blocks={"observation": "goal Up", "reasoning": "go"})
@@ -132,9 +132,9 @@ def format_instructions(
     """Return the sentences that ask a pretrained model for a format.
 
     Args:
-        prompt_format: the format.
-        max_actions: number of actions in a response.
-        free_text: whether an action is free text; the environment's instructions say which.
+        prompt_format: The format.
+        max_actions: Number of actions in a response.
+        free_text: Whether an action is free text; the environment's instructions say which.
     """
     if prompt_format is PromptFormat.NATIVE:
         return _native_instructions(max_actions=max_actions, free_text=free_text)

@@ -109,9 +109,9 @@ class TokenCredit:
     """Per-token values of an update for the sampled tokens of an episode, in order; None if not available.
 
     Attributes:
-        values: critic's values before the update, float32 `[tokens]`.
+        values: Critic's values before the update, float32 `[tokens]`.
         advantages: float32 `[tokens]`.
-        returns: value targets, float32 `[tokens]`.
+        returns: Value targets, float32 `[tokens]`.
         loss_mask: M_loss, bool `[tokens]`.
         advantage_mask: M_adv, bool `[tokens]`.
     """
@@ -136,9 +136,9 @@ class Origin:
     """Where an episode was played.
 
     Attributes:
-        iteration: training iteration; None for an evaluation.
-        validation_set: name of the validation set; None for training.
-        policy: name of the policy that played.
+        iteration: Training iteration; None for an evaluation.
+        validation_set: Name of the validation set; None for training.
+        policy: Name of the policy that played.
     """
 
     iteration: int | None = None
@@ -150,7 +150,7 @@ class ImageFiles:
     """Image files named by the digest of their pixels, each written once.
 
     Args:
-        folder: folder of the records; the files go to `images/` in it.
+        folder: Folder of the records; the files go to `images/` in it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -190,8 +190,8 @@ def sample_groups(groups: Sequence[Hashable], *, count: int) -> list[int]:
     """Return the indices of about `count` episodes: whole groups, spread evenly over all groups.
 
     Args:
-        groups: group of each episode.
-        count: number of episodes; it is rounded up to whole groups.
+        groups: Group of each episode.
+        count: Number of episodes; it is rounded up to whole groups.
 
     >>> sample_groups([0, 1, 2, 3, 4, 5], count=3), sample_groups([7], count=3)
     ([0, 2, 4], [0])
@@ -218,11 +218,11 @@ def to_record(
     """Return an episode as JSON types.
 
     Args:
-        trajectory: episode to record.
-        reader: source of the prompts' text and the tokens' pieces; None leaves both out.
-        images: image files to write to; None leaves images out.
-        credit: per-token values of the sampled tokens, trained turn after trained turn; an untrained one has none.
-        origin: where the episode was played.
+        trajectory: Episode to record.
+        reader: Source of the prompts' text and the tokens' pieces; None leaves both out.
+        images: Image files to write to; None leaves images out.
+        credit: Per-token values of the sampled tokens, trained turn after trained turn; an untrained one has none.
+        origin: Where the episode was played.
     """
     turns, first = [], 0
     for number, turn in enumerate(trajectory.turns, start=1):
@@ -330,11 +330,11 @@ def write_episodes(
     """Write the records and images of episodes into a folder and return the records.
 
     Args:
-        trajectories: episodes to record.
-        folder: folder for `trajectories.jsonl` and `images/`.
-        reader: as for `to_record`.
-        credit: per-token values of each episode, as for `to_record`.
-        origin: where the episodes were played.
+        trajectories: Episodes to record.
+        folder: Folder for `trajectories.jsonl` and `images/`.
+        reader: As for `to_record`.
+        credit: Per-token values of each episode, as for `to_record`.
+        origin: Where the episodes were played.
     """
     images = ImageFiles(folder)
     records = [
@@ -351,7 +351,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a JSONL file; their image paths are relative to the file's folder.
 
     Raises:
-        ValueError: a line is not a record of this schema.
+        ValueError: A line is not a record of this schema.
     """
     for number, line in read_lines(path):
         yield parse_record(line, place=f"{path}, line {number}")
@@ -361,7 +361,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a JSONL file with their numbers, from 1.
 
     Raises:
-        ValueError: a line is longer than any record.
+        ValueError: A line is longer than any record.
     """
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_CHARACTERS + 1), ""), 1):
@@ -377,10 +377,10 @@ def parse_record(line: str, *, place: str) -> dict[str, Any]:
 
     Args:
         line: JSON.
-        place: file and number of the line, for the message.
+        place: File and number of the line, for the message.
 
     Raises:
-        ValueError: it is not a record of this schema.
+        ValueError: It is not a record of this schema.
     """
     try:
         record: dict[str, Any] = plain_json(line)
@@ -397,7 +397,7 @@ def checked_types(types: TypeAdapter[Any], value: object, *, place: str) -> None
     """Check the types of a value of somebody else's file.
 
     Raises:
-        ValueError: with the first that is wrong.
+        ValueError: With the first that is wrong.
     """
     try:
         types.validate_python(value, strict=True)
@@ -414,9 +414,9 @@ def read_image(folder: Path, name: object, *, formats: Sequence[str] = ("PNG",))
     and none that a link leads to.
 
     Args:
-        folder: folder of the records.
-        name: path of the file, relative to it.
-        formats: names of its formats, as Pillow has them.
+        folder: Folder of the records.
+        name: Path of the file, relative to it.
+        formats: Names of its formats, as Pillow has them.
     """
     try:
         place = folder.resolve()

@@ -22,7 +22,7 @@ def rgb_array(picture: Image.Image | np.ndarray) -> np.ndarray:
             (1), gray with alpha (2), RGB (3) or RGB with alpha (4).
 
     Raises:
-        ValueError: it is another array, or has no pixels.
+        ValueError: It is another array, or has no pixels.
 
     >>> rgb_array(np.array([[[0, 0, 0, 0], [0, 0, 0, 255]]], np.uint8)).tolist()
     [[[255, 255, 255], [0, 0, 0]]]

@@ -12,26 +12,26 @@ class RunFacts:
     """Facts of a run that a component may depend on.
 
     Attributes:
-        group_size: number of episodes of a group.
-        temperature: base sampling temperature.
-        window: number of turns in the context, or `all`.
-        left_out_turns: fraction of old turns that are left out of the context.
-        prompt_format: name of the prompt format.
-        blocks: tags of the response's blocks.
-        environment: name of the environment's class.
-        environment_members: names of its members.
-        turn_limit_bootstraps: whether the value of the last state follows an episode that the turn limit ends.
+        group_size: Number of episodes of a group.
+        temperature: Base sampling temperature.
+        window: Number of turns in the context, or `all`.
+        left_out_turns: Fraction of old turns that are left out of the context.
+        prompt_format: Name of the prompt format.
+        blocks: Tags of the response's blocks.
+        environment: Name of the environment's class.
+        environment_members: Names of its members.
+        turn_limit_bootstraps: Whether the value of the last state follows an episode that the turn limit ends.
         critic: `shared`, `own` or `none`.
-        estimator: name of the estimator's class.
-        standardizes: trajectories over which the estimator standardizes returns; None if it does not.
-        baseline: trajectories whose returns the estimator subtracts a mean of; None if it subtracts none.
-        turn_discount: discount per turn of the estimator's returns-to-go; None if it reads none.
-        whitens: whether the loss whitens advantages over tokens.
-        rewards_penalized: whether a KL penalty is taken from the rewards.
-        rewards_normalized: whether returns are normalized or bounded before credit is assigned.
-        iterations_ahead: updates between the weights of a rollout and those that are trained on it.
-        loss: loss of the updates.
-        callbacks: callbacks of the run, in order.
+        estimator: Name of the estimator's class.
+        standardizes: Trajectories over which the estimator standardizes returns; None if it does not.
+        baseline: Trajectories whose returns the estimator subtracts a mean of; None if it subtracts none.
+        turn_discount: Discount per turn of the estimator's returns-to-go; None if it reads none.
+        whitens: Whether the loss whitens advantages over tokens.
+        rewards_penalized: Whether a KL penalty is taken from the rewards.
+        rewards_normalized: Whether returns are normalized or bounded before credit is assigned.
+        iterations_ahead: Updates between the weights of a rollout and those that are trained on it.
+        loss: Loss of the updates.
+        callbacks: Callbacks of the run, in order.
     """
 
     group_size: int
@@ -59,11 +59,11 @@ class RunFacts:
         """Check that a group has several episodes, which a component compares.
 
         Args:
-            component: the component.
-            key: setting that names it.
+            component: The component.
+            key: Setting that names it.
 
         Raises:
-            ValueError: a group has one episode.
+            ValueError: A group has one episode.
         """
         if self.group_size == 1:
             raise ValueError(
@@ -75,11 +75,11 @@ class RunFacts:
         """Refuse whitening after a component that subtracts a mean return.
 
         Args:
-            component: its class.
-            scope: trajectories whose mean it subtracts.
+            component: Its class.
+            scope: Trajectories whose mean it subtracts.
 
         Raises:
-            ValueError: always.
+            ValueError: Always.
         """
         raise ValueError(
             f"algorithm.loss.whiten=true: {component} compares returns with the mean of their {scope}, so an advantage "
@@ -96,7 +96,7 @@ class ChecksRun(Protocol):
         """Check that the run has it.
 
         Raises:
-            ValueError: with what was found, what was expected and the remedy.
+            ValueError: With what was found, what was expected and the remedy.
         """
 
 
@@ -108,9 +108,9 @@ class ChecksSettings(Protocol):
         """Check the settings; a classmethod.
 
         Args:
-            settings: the node of the config.
-            root: folder of all runs.
+            settings: The node of the config.
+            root: Folder of all runs.
 
         Raises:
-            ConfigError: they cannot work.
+            ConfigError: They cannot work.
         """

@@ -37,8 +37,8 @@ def settings_of_weights(folder: Path, name: object) -> Path:
     """Return the settings of the start that wrote weights; of a run's last start where they name none.
 
     Args:
-        folder: the run's folder.
-        name: entry `SETTINGS` of the weights, which earlier versions did not write.
+        folder: The run's folder.
+        name: Entry `SETTINGS` of the weights, which earlier versions did not write.
     """
     is_known = isinstance(name, str) and number_of(name) is not None
     return folder / str(name) if is_known else newest_settings(folder)

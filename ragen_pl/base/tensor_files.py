@@ -32,9 +32,9 @@ def load_plain(file: Path) -> Any:
     """Return the tensors and plain data of a file; the tensors stay in the file until they are used.
 
     Raises:
-        ValueError: it is no such file, or would take far more memory than it has bytes.
-        pickle.UnpicklingError: it holds something else.
-        OSError: it can't be read.
+        ValueError: It is no such file, or would take far more memory than it has bytes.
+        pickle.UnpicklingError: It holds something else.
+        OSError: It can't be read.
     """
     if not file.exists():
         raise FileNotFoundError(f"there is no file {file}")
@@ -51,7 +51,7 @@ def check_size(value: Any, *, file_bytes: int, name: str) -> None:
     Containers that are held several times count each time, as they do for whoever walks through them.
 
     Raises:
-        ValueError: it is larger, nested too deeply, or holds tensors without values.
+        ValueError: It is larger, nested too deeply, or holds tensors without values.
     """
     # items and levels of each container by its identity, once all of its own are known
     known: dict[int, tuple[int, int]] = {}
@@ -98,10 +98,10 @@ class NoLargerThan(TorchFunctionMode):
     A tensor counts before memory is taken for it.
 
     Args:
-        weights: all weights that the model is to have.
+        weights: All weights that the model is to have.
 
     Raises:
-        TooLargeError: in the block.
+        TooLargeError: In the block.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:

@@ -43,10 +43,10 @@ class TypeFault(ValueError):
     """The first fault of a value, as one line.
 
     Attributes:
-        place: where it is, such as `messages[3].content`; empty for the value itself.
-        found: what is there; None where it is missing.
-        expected: what was expected, in words.
-        kind: pydantic's type of the error.
+        place: Where it is, such as `messages[3].content`; empty for the value itself.
+        found: What is there; None where it is missing.
+        expected: What was expected, in words.
+        kind: Pydantic's type of the error.
     """
 
     def __init__(self, place: str, found: Any, expected: str, kind: str) -> None:
@@ -66,11 +66,11 @@ def typed(kind: type[T], value: object) -> T:
     """Return a value as a type has it: nothing is converted, and names without a field are left out.
 
     Args:
-        kind: a type; a typed dictionary for an object, since instances of models take six times as long.
-        value: a value of JSON.
+        kind: A type; a typed dictionary for an object, since instances of models take six times as long.
+        value: A value of JSON.
 
     Raises:
-        TypeFault: it has another type; for a union, the fault of the member that the value nearly is.
+        TypeFault: It has another type; for a union, the fault of the member that the value nearly is.
     """
     try:
         # mypy takes a class of typed dictionaries for not hashable

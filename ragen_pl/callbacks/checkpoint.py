@@ -45,7 +45,7 @@ class StopSignals:
     is closed. When the run is ending, further ones change nothing.
 
     Args:
-        grace_seconds: seconds that the run may take to reach a safe point.
+        grace_seconds: Seconds that the run may take to reach a safe point.
     """
 
     def __init__(self, *, grace_seconds: float) -> None:
@@ -108,18 +108,18 @@ class CheckpointSettings(TypedDict, total=False):
     """Keyword arguments of Lightning's ModelCheckpoint.
 
     Attributes:
-        dirpath: folder of the checkpoints; the run's by default.
-        filename: name of a checkpoint, with fields such as `{epoch:04d}`.
-        monitor: metric by which the best are kept; null keeps the latest.
-        mode: whether low or high values of `monitor` are better.
-        auto_insert_metric_name: whether names of metrics are written before their values in the filename.
-        every_n_epochs: iterations between two checkpoints; 0 for none.
-        every_n_train_steps: optimizer steps between two checkpoints; 0 for none.
-        save_last: whether `last.ckpt` is kept.
-        save_top_k: number of checkpoints that are kept besides `last.ckpt`; -1 for all.
-        save_on_train_epoch_end: whether checkpoints are saved after the update, and not after the validation.
-        save_weights_only: whether states of optimizers and loops are left out.
-        enable_version_counter: whether a checkpoint of the same name gets a number instead of replacing it.
+        dirpath: Folder of the checkpoints; the run's by default.
+        filename: Name of a checkpoint, with fields such as `{epoch:04d}`.
+        monitor: Metric by which the best are kept; null keeps the latest.
+        mode: Whether low or high values of `monitor` are better.
+        auto_insert_metric_name: Whether names of metrics are written before their values in the filename.
+        every_n_epochs: Iterations between two checkpoints; 0 for none.
+        every_n_train_steps: Optimizer steps between two checkpoints; 0 for none.
+        save_last: Whether `last.ckpt` is kept.
+        save_top_k: Number of checkpoints that are kept besides `last.ckpt`; -1 for all.
+        save_on_train_epoch_end: Whether checkpoints are saved after the update, and not after the validation.
+        save_weights_only: Whether states of optimizers and loops are left out.
+        enable_version_counter: Whether a checkpoint of the same name gets a number instead of replacing it.
     """
 
     dirpath: str | None
@@ -148,8 +148,8 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
     the state before it. All ranks agree on the point.
 
     Args:
-        grace_seconds: seconds after a signal to reach a safe point, else the run ends without saving.
-        settings: keyword arguments of Lightning's ModelCheckpoint.
+        grace_seconds: Seconds after a signal to reach a safe point, else the run ends without saving.
+        settings: Keyword arguments of Lightning's ModelCheckpoint.
     """
 
     needs_trust = ()
@@ -316,7 +316,7 @@ class BestCheckpoint(ModelCheckpoint):
     Where no validation has a success, as in an environment that sets none, the return alone decides.
 
     Args:
-        monitor: metric to maximize.
+        monitor: Metric to maximize.
     """
 
     needs_trust = ()

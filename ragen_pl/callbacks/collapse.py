@@ -41,11 +41,11 @@ class Alarm:
     """A limit on one diagnostic of `Diagnostics`; exactly one of `below` and `above` is given.
 
     Attributes:
-        diagnostic: name of the diagnostic, without `diagnostics/`.
-        below: lower limit.
-        above: upper limit.
-        patience: number of iterations in a row that must pass the limit.
-        max_success: no alarm at a success rate of at least this: the responses of a successful run may become alike.
+        diagnostic: Name of the diagnostic, without `diagnostics/`.
+        below: Lower limit.
+        above: Upper limit.
+        patience: Number of iterations in a row that must pass the limit.
+        max_success: No alarm at a success rate of at least this: the responses of a successful run may become alike.
     """
 
     needs_trust = ()
@@ -97,13 +97,13 @@ class CollapseMonitor(pl.Callback):
     artifact in MLflow, and in checkpoints. A resumed run keeps the switched settings.
 
     Args:
-        alarms: alarms by name; None leaves one out.
-        actions: what to do besides warning.
-        mitigation: settings that `mitigate` switches to, once.
-        grace: number of first iterations without alarms.
-        cooldown: number of iterations without alarms after an action.
-        good_every_n_iterations: interval at which a state without any alarm is kept for `rollback`.
-        max_rollbacks: number of rollbacks after which the run is stopped instead.
+        alarms: Alarms by name; None leaves one out.
+        actions: What to do besides warning.
+        mitigation: Settings that `mitigate` switches to, once.
+        grace: Number of first iterations without alarms.
+        cooldown: Number of iterations without alarms after an action.
+        good_every_n_iterations: Interval at which a state without any alarm is kept for `rollback`.
+        max_rollbacks: Number of rollbacks after which the run is stopped instead.
     """
 
     needs_trust = ()

@@ -67,11 +67,11 @@ class Diagnostics(RolloutCallback):
     It draws no random number and changes no weight: a run with it is bit for bit the run without.
 
     Args:
-        probe_every_n_iterations: iterations between two cross-scorings of first thoughts.
-        prompts: number N of prompts of a probe, at most one a group; N² short sequences are scored. 0 for
+        probe_every_n_iterations: Iterations between two cross-scorings of first thoughts.
+        prompts: Number N of prompts of a probe, at most one a group; N² short sequences are scored. 0 for
             no probes.
-        first: number of first iterations that ratios compare with.
-        window: number of earlier iterations whose median gradient norm a spike is measured against.
+        first: Number of first iterations that ratios compare with.
+        window: Number of earlier iterations whose median gradient norm a spike is measured against.
     """
 
     needs_trust = ()

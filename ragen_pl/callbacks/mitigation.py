@@ -31,13 +31,13 @@ class Mitigation:
     """Settings to switch to; None leaves a setting as it is.
 
     Attributes:
-        clip_high: upper clip bound (clip-higher, DAPO: 0.28).
-        kl_coefficient: coefficient of the penalty on leaving the reference; 0 is off.
-        entropy_target: nats a token; the entropy bonus rises while entropy is below it and falls above.
-        entropy_rate: change of the bonus' coefficient an iteration for each nat of difference.
-        max_entropy_coefficient: highest coefficient of the bonus.
-        learning_rate_factor: factor on the learning rate, now and over the rest of its schedule.
-        group_filter: filter of the groups that are trained on, the DataModule's `group_filter`.
+        clip_high: Upper clip bound (clip-higher, DAPO: 0.28).
+        kl_coefficient: Coefficient of the penalty on leaving the reference; 0 is off.
+        entropy_target: Nats a token; the entropy bonus rises while entropy is below it and falls above.
+        entropy_rate: Change of the bonus' coefficient an iteration for each nat of difference.
+        max_entropy_coefficient: Highest coefficient of the bonus.
+        learning_rate_factor: Factor on the learning rate, now and over the rest of its schedule.
+        group_filter: Filter of the groups that are trained on, the DataModule's `group_filter`.
     """
 
     needs_trust = ()
@@ -54,7 +54,7 @@ class Mitigation:
         """Check that a run with this loss can switch to these settings.
 
         Raises:
-            ValueError: nothing would be switched, the run has no reference policy, or the clip bound is lower than the
+            ValueError: Nothing would be switched, the run has no reference policy, or the clip bound is lower than the
                 run's or of another size.
         """
         if all(getattr(self, name) is None for name in _SWITCHES):
@@ -73,7 +73,7 @@ class Mitigation:
         """Check that the run can switch to these settings.
 
         Raises:
-            ValueError: the module has no loss settings, `check_loss` refuses them, or the DataModule has no filter.
+            ValueError: The module has no loss settings, `check_loss` refuses them, or the DataModule has no filter.
         """
         if not isinstance(pl_module, AgentModule):
             raise ValueError(

@@ -17,7 +17,7 @@ class PlotRun(pl.Callback):
     """Draw the metrics of the iterations into `<run>/plots` and MLflow's artifacts, from the run's record.
 
     Args:
-        every_n_iterations: iterations between two drawings; the end of a run always draws.
+        every_n_iterations: Iterations between two drawings; the end of a run always draws.
     """
 
     needs_trust = ()

@@ -37,9 +37,9 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     attribute `phase` names them, if it has one.
 
     Args:
-        refresh_per_second: refresh rate of the live display.
-        console: where to write; default the terminal.
-        lines: number of log lines of a phase that counts steps.
+        refresh_per_second: Refresh rate of the live display.
+        console: Where to write; default the terminal.
+        lines: Number of log lines of a phase that counts steps.
     """
 
     needs_trust = ()

@@ -75,9 +75,9 @@ class ReasoningProbe:
         conditional_entropy: H(Z|X).
         marginal_entropy: H(Z), with the mixture over the prompts as the marginal.
         mutual_information: I(X;Z) = H(Z) - H(Z|X), at most log N.
-        bound: log N.
-        retrieval_accuracy: fraction of thoughts that are likeliest under their own prompt; ties count partly.
-        chance: retrieval accuracy of guessing, 1/N.
+        bound: Log N.
+        retrieval_accuracy: Fraction of thoughts that are likeliest under their own prompt; ties count partly.
+        chance: Retrieval accuracy of guessing, 1/N.
         entropy_per_token: H(Z|X) divided by the mean number of tokens.
     """
 
@@ -98,8 +98,8 @@ class ReasoningProbe:
         """Return the regime.
 
         Args:
-            low_entropy: nats a token below which reasoning hardly varies.
-            low_information: fraction of log N below which reasoning hardly depends on the prompt.
+            low_entropy: Nats a token below which reasoning hardly varies.
+            low_information: Fraction of log N below which reasoning hardly depends on the prompt.
         """
         varied = self.entropy_per_token >= low_entropy
         if self.information_share >= low_information:
@@ -140,12 +140,12 @@ class FirstThought:
     """The prompt of an episode's first turn and the response's tokens up to the end of its reasoning.
 
     Attributes:
-        group: group of the episode.
+        group: Group of the episode.
         prompt_ids: int64 `[prompt]`.
-        images: images of the prompt.
-        ids: sampled ids including the opening tag, int64 `[reasoning]`.
-        temperature: sampling temperature.
-        patches: patches shown of each image; None for all.
+        images: Images of the prompt.
+        ids: Sampled ids including the opening tag, int64 `[reasoning]`.
+        temperature: Sampling temperature.
+        patches: Patches shown of each image; None for all.
     """
 
     group: int
@@ -259,11 +259,11 @@ def probe_reasoning(scores: Tensor, tokens: Tensor) -> ReasoningProbe:
     log N. The prompts must differ from each other.
 
     Args:
-        scores: log-probabilities summed over tokens, `[reasoning, prompt]`, own prompt on the diagonal.
-        tokens: number of tokens of each thought, `[reasoning]`.
+        scores: Log-probabilities summed over tokens, `[reasoning, prompt]`, own prompt on the diagonal.
+        tokens: Number of tokens of each thought, `[reasoning]`.
 
     Raises:
-        ValueError: the scores are not a square matrix, or it is empty.
+        ValueError: The scores are not a square matrix, or it is empty.
 
     >>> probe = probe_reasoning(torch.tensor([[-1.0, -1.0], [-3.0, -3.0]]), torch.tensor([2, 2]))
     >>> probe.mutual_information, probe.conditional_entropy, probe.retrieval_accuracy

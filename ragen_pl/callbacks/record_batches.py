@@ -23,7 +23,7 @@ class RecordBatches(RolloutCallback):
     The run is bit for bit the run without.
 
     Args:
-        every_n_iterations: interval in iterations, from the first on; None for none.
+        every_n_iterations: Interval in iterations, from the first on; None for none.
     """
 
     needs_trust = ()

@@ -30,9 +30,9 @@ class RunSummary(pl.Callback):
     """Print the first and the last validation of a run's record side by side.
 
     Args:
-        references: metrics of other policies for further rows: `{"random": {"success": 0.2}}`.
-        print_at_end: print when fit ends; set it to False to call `show` later with more references.
-        console: where to print; default the terminal.
+        references: Metrics of other policies for further rows: `{"random": {"success": 0.2}}`.
+        print_at_end: Print when fit ends; set it to False to call `show` later with more references.
+        console: Where to print; default the terminal.
     """
 
     def __init__(

@@ -49,10 +49,10 @@ class LogTrajectories(RolloutCallback):
     their number hardly grows. MLflow keeps the same ones, and all traces.
 
     Args:
-        every_n_iterations: interval in iterations; the first iteration is always kept.
-        count: approximate number of episodes kept: whole groups, spread evenly over the iteration's.
-        traces: number of the kept episodes that become MLflow traces.
-        keep_last: number of the newest iterations whose folders stay; None for all.
+        every_n_iterations: Interval in iterations; the first iteration is always kept.
+        count: Approximate number of episodes kept: whole groups, spread evenly over the iteration's.
+        traces: Number of the kept episodes that become MLflow traces.
+        keep_last: Number of the newest iterations whose folders stay; None for all.
     """
 
     needs_trust = ()
@@ -191,7 +191,7 @@ def strip(images: Sequence[np.ndarray]) -> np.ndarray:
     """Return images side by side, small ones enlarged by a whole factor.
 
     Args:
-        images: images of any size, each uint8 `[height, width, 3]`.
+        images: Images of any size, each uint8 `[height, width, 3]`.
 
     Returns:
         Image on white, uint8 `[height, width, 3]`.

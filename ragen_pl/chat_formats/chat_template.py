@@ -61,25 +61,25 @@ class ChatTemplate:
     """Chat template of a tokenizer or processor.
 
     Attributes:
-        renderer: tokenizer or processor.
-        tokenizer: the tokenizer.
-        arguments: values of the template's own variables, such as `enable_thinking`.
-        image_counts: numbers of images in a message for which the fixed text is looked up at once.
-        tools: schemas of the tools that the template shows, in the format of OpenAI's API; empty for none.
-        history: what the template does to old responses.
-        is_static: whether the text around messages is the same in every turn. Otherwise a conversation can only be
+        renderer: Tokenizer or processor.
+        tokenizer: The tokenizer.
+        arguments: Values of the template's own variables, such as `enable_thinking`.
+        image_counts: Numbers of images in a message for which the fixed text is looked up at once.
+        tools: Schemas of the tools that the template shows, in the format of OpenAI's API; empty for none.
+        history: What the template does to old responses.
+        is_static: Whether the text around messages is the same in every turn. Otherwise a conversation can only be
             rendered as a whole.
-        response_suffix: text after a response, with the end-of-turn token first in most templates.
-        response_prefix: blanks that the template writes before a response.
-        opening: think tag at the end of a prompt, with which a response therefore begins.
-        header: control tokens and words that the template writes between a prompt and the words of a response, such as
+        response_suffix: Text after a response, with the end-of-turn token first in most templates.
+        response_prefix: Blanks that the template writes before a response.
+        opening: Think tag at the end of a prompt, with which a response therefore begins.
+        header: Control tokens and words that the template writes between a prompt and the words of a response, such as
             the channel of gpt-oss; empty in most templates.
-        inner: control tokens that the template writes before the words of a response, with or without thoughts.
-        pinned: date that the template shows in place of today's; None if it shows none.
-        bos_token_id: id that precedes a rendering, as the processor adds it; None for none.
+        inner: Control tokens that the template writes before the words of a response, with or without thoughts.
+        pinned: Date that the template shows in place of today's; None if it shows none.
+        bos_token_id: Id that precedes a rendering, as the processor adds it; None for none.
 
     Raises:
-        ValueError: there is no template, it does not show the user's text, or it does not read an argument.
+        ValueError: There is no template, it does not show the user's text, or it does not read an argument.
     """
 
     renderer: Any
@@ -150,7 +150,7 @@ class ChatTemplate:
         """Return the text that the template writes around that of a user message with this many images.
 
         Raises:
-            ValueError: the template has no place for the images, or no fixed text.
+            ValueError: The template has no place for the images, or no fixed text.
         """
         if images not in self._user_texts:
             self._user_texts[images] = self._find_user_text(images)
@@ -165,7 +165,7 @@ class ChatTemplate:
         """Return the messages of a system prompt.
 
         Raises:
-            ValueError: the template has no place for a system message.
+            ValueError: The template has no place for a system message.
         """
         if system and not self._has_system:
             raise ValueError(

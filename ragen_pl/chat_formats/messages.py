@@ -37,11 +37,11 @@ class UserText:
     """Text that a template writes around that of a user message.
 
     Attributes:
-        before: text before it in a later turn, image slots included.
-        after: text after it, the header of the response included.
-        kept: the part of `after` that stays when the response is old: all but an empty think block.
-        response_prefix: blanks between the header and an old response.
-        trims: whether blanks at the left and at the right edge of the text are removed.
+        before: Text before it in a later turn, image slots included.
+        after: Text after it, the header of the response included.
+        kept: The part of `after` that stays when the response is old: all but an empty think block.
+        response_prefix: Blanks between the header and an old response.
+        trims: Whether blanks at the left and at the right edge of the text are removed.
     """
 
     before: str
@@ -61,8 +61,8 @@ def kept_header(header: str, after: str) -> tuple[str | None, str]:
     """Return the part of the text between a user's text and an old response that stays, and the blanks that follow.
 
     Args:
-        header: that text when the response is old.
-        after: that text in the prompt of the response.
+        header: That text when the response is old.
+        after: That text in the prompt of the response.
     """
     if header.startswith(after) and not header[len(after) :].strip():
         return after, header[len(after) :]
@@ -95,7 +95,7 @@ def owners_of_images(counts: Sequence[int]) -> str:
     """Return words that say which tool result each image of a later message belongs to, none for a single result.
 
     Args:
-        counts: number of images of each result.
+        counts: Number of images of each result.
 
     >>> owners_of_images([1, 0, 2])
     'Image 1 belongs to result 1 of 3. Image 2 belongs to result 3 of 3. Image 3 belongs to result 3 of 3.'
@@ -113,9 +113,9 @@ def call_message(number: int, name: str, arguments: Mapping[str, Any]) -> Messag
     """Return a call as the messages of OpenAI's API have it, with its arguments as a dict.
 
     Args:
-        number: number of the call in its conversation, for its id.
-        name: name of the tool.
-        arguments: its arguments.
+        number: Number of the call in its conversation, for its id.
+        name: Name of the tool.
+        arguments: Its arguments.
     """
     function = {"name": name, "arguments": dict(arguments)}
     # Mistral's templates take ids of nine letters and digits

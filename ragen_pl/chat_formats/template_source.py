@@ -80,7 +80,7 @@ def with_clock(source: str, tree: nodes.Template, now: datetime) -> str:
     """Return a template for which the time is always `now`.
 
     Raises:
-        ValueError: the template computes the format of the time.
+        ValueError: The template computes the format of the time.
     """
     calls = [
         call

@@ -33,13 +33,13 @@ class ResultText:
     """Text of a template around the results of a response's calls, up to the next response.
 
     Attributes:
-        parts: the text after the token that ends the response, with markers in the places of results and of tools'
+        parts: The text after the token that ends the response, with markers in the places of results and of tools'
             names.
-        end: text of that token.
-        escapes: whether results are written as JSON strings.
-        trims: whether blanks at the edges of a result are removed.
-        images: number of images of each result.
-        user: whether the images follow in a user message, for templates that show none in a result.
+        end: Text of that token.
+        escapes: Whether results are written as JSON strings.
+        trims: Whether blanks at the edges of a result are removed.
+        images: Number of images of each result.
+        user: Whether the images follow in a user message, for templates that show none in a result.
     """
 
     parts: tuple[str, ...]
@@ -58,8 +58,8 @@ class ResultText:
         """Return the text in parts, each with whether it is the template's own.
 
         Args:
-            names: names of the tools called.
-            results: the results, in order.
+            names: Names of the tools called.
+            results: The results, in order.
         """
         texts = {_name(number): name for number, name in enumerate(names)}
         texts |= {_result(number): self.shown(text) for number, text in enumerate(results)}
@@ -70,8 +70,8 @@ class ResultText:
         """Return the messages of the results.
 
         Args:
-            calls: the calls.
-            results: a text for each of them.
+            calls: The calls.
+            results: A text for each of them.
         """
         owners = owners_of_images(self.images)
         return _result_messages(
@@ -84,14 +84,14 @@ class ToolTemplate:
     """Tools, calls and results in a chat template.
 
     Args:
-        template: the chat template with the tools that it shows.
-        ends: texts of the tokens that end a response.
+        template: The chat template with the tools that it shows.
+        ends: Texts of the tokens that end a response.
 
     Attributes:
-        example: a call of a tool, its name begins with `NAME`, with one argument `ARGUMENT`, as the template writes it.
+        example: A call of a tool, its name begins with `NAME`, with one argument `ARGUMENT`, as the template writes it.
 
     Raises:
-        NoToolsError: the template leaves out the tools or the calls.
+        NoToolsError: The template leaves out the tools or the calls.
     """
 
     template: ChatTemplate
@@ -121,12 +121,12 @@ class ToolTemplate:
         """Return a response as the template writes it, without its end.
 
         Args:
-            content: words of the response.
-            calls: its calls, as messages have them.
-            reasoning: text of its reasoning.
+            content: Words of the response.
+            calls: Its calls, as messages have them.
+            reasoning: Text of its reasoning.
 
         Raises:
-            NoToolsError: the template cannot write it.
+            NoToolsError: The template cannot write it.
         """
         user = user_message(_USER, images=0)
         message: Message = {"role": "assistant", "content": content}
@@ -149,10 +149,10 @@ class ToolTemplate:
         """Return the text around the results of a response's calls.
 
         Args:
-            images: number of images of each result.
+            images: Number of images of each result.
 
         Raises:
-            NoToolsError: the template cannot show them.
+            NoToolsError: The template cannot show them.
         """
         key = tuple(images)
         if key not in self._results:
@@ -214,9 +214,9 @@ class ToolTemplate:
         """Render a response with calls and their results, and the prompt of the next response.
 
         Args:
-            images: number of images of each result.
-            user: whether they are in a user message.
-            last: text of the last result in place of its marker.
+            images: Number of images of each result.
+            user: Whether they are in a user message.
+            last: Text of the last result in place of its marker.
         """
         calls = [_call(number) for number in range(len(images))]
         results = [_result(number) for number in range(len(images))]
@@ -250,10 +250,10 @@ def _result_messages(
     """Return the messages of results, with the images of each in it or all in a user message after them.
 
     Args:
-        calls: the calls.
-        results: a text for each of them.
-        images: number of images of each.
-        user: text of the user message; None for none.
+        calls: The calls.
+        results: A text for each of them.
+        images: Number of images of each.
+        user: Text of the user message; None for none.
     """
     messages = [
         tool_message(call, text, images=count if user is None else 0)

@@ -88,7 +88,7 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
     - `"auto"`: the run in `run_dir`, continued if it has started, else started.
 
     Raises:
-        FileNotFoundError: there is no such run or checkpoint, or `"auto"` has no `run_dir`.
+        FileNotFoundError: There is no such run or checkpoint, or `"auto"` has no `run_dir`.
     """
     if ckpt_path not in (None, "last", "auto"):
         return _run_with_checkpoint(str(ckpt_path), run_dir=run_dir)

@@ -278,7 +278,7 @@ def _check_sizes(listed: Mapping[str, Any], folder: Path) -> None:
     """Check that a folder has the bytes of the tensors that it lists: room is made for them before they are read.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: It has fewer.
     """
     needed = sum(
         entry.size.numel() * entry.properties.dtype.itemsize

@@ -56,7 +56,7 @@ def check_config(cfg: DictConfig) -> None:
     """Check a configuration for unknown keys, missing values and invalid values.
 
     Raises:
-        ConfigError: with one line that names the key, the value and what was expected.
+        ConfigError: With one line that names the key, the value and what was expected.
     """
     walk = _Walk(plain_values(cfg))
     problems = list(walk.problems(walk.root, Settings, key="", parent={}))
@@ -75,8 +75,8 @@ def takes_argument(cfg: DictConfig, key: str) -> bool:
     """Return whether a setting is an argument that the class in a sibling setting takes, or a part of one.
 
     Args:
-        cfg: the configuration, which has the setting.
-        key: its full name, such as `env.kwargs.size`.
+        cfg: The configuration, which has the setting.
+        key: Its full name, such as `env.kwargs.size`.
     """
     # values are checked later
     values = OmegaConf.to_container(cfg, resolve=False)
@@ -95,7 +95,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
     """Return a configuration as plain values.
 
     Raises:
-        ConfigError: a value is missing (`???`) or refers to one that does not exist.
+        ConfigError: A value is missing (`???`) or refers to one that does not exist.
     """
     try:
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -130,12 +130,12 @@ class _Walk:
     """A walk through a configuration.
 
     Args:
-        root: the configuration as plain values.
+        root: The configuration as plain values.
 
     Attributes:
-        classes: paths of the classes that it has passed, each with the key that names it.
-        arguments: keys of the nodes with arguments of a class that a sibling names.
-        unknown: keys that no class and no description has.
+        classes: Paths of the classes that it has passed, each with the key that names it.
+        arguments: Keys of the nodes with arguments of a class that a sibling names.
+        unknown: Keys that no class and no description has.
     """
 
     def __init__(self, root: _Node) -> None:
@@ -148,10 +148,10 @@ class _Walk:
         """Yield the key and one line for each wrong setting in a node or leaf.
 
         Args:
-            value: the node or leaf.
-            annotation: its type.
-            key: its full name.
-            parent: the node that it is in.
+            value: The node or leaf.
+            annotation: Its type.
+            key: Its full name.
+            parent: The node that it is in.
         """
         if isinstance(value, list) and (
             lists := [one for one in options(annotation) if problem(one, []) is None]
@@ -216,13 +216,13 @@ def fields_of_node(node: _Node, annotation: Any, *, parent: _Node, root: _Node) 
     """Return the keys of a node: arguments of its class, if it names one, and what its annotation describes.
 
     Args:
-        node: plain values.
-        annotation: its type.
-        parent: the node that it is in.
-        root: the whole configuration.
+        node: Plain values.
+        annotation: Its type.
+        parent: The node that it is in.
+        root: The whole configuration.
 
     Raises:
-        SignatureError: there is no such class.
+        SignatureError: There is no such class.
     """
     described = _described(annotation, node, parent=parent, root=root)
     target = node.get("_target_")
@@ -236,8 +236,8 @@ def annotation_at(cfg: DictConfig, key: str) -> Any:
     """Return the type of a setting; `Any` where it is known only after an import.
 
     Args:
-        cfg: the configuration.
-        key: the setting's full name.
+        cfg: The configuration.
+        key: The setting's full name.
     """
     root = plain_values(cfg)
     node, parent, annotation = root, dict[str, Any](), Settings
@@ -276,7 +276,7 @@ def fields_of_target(target: str) -> Signature:
     """Return the arguments of a class path.
 
     Raises:
-        SignatureError: there is no such class.
+        SignatureError: There is no such class.
     """
     package, _, rest = target.partition(".")
     # the cell of a notebook has no source to read
@@ -362,10 +362,10 @@ def unknown_key(
     """Return one line on a key that does not exist, with the nearest that does.
 
     Args:
-        key: its full name.
-        siblings: names in its node.
-        owner: class whose arguments these are.
-        keys: full names of settings, for a suggestion if the node has no similar name.
+        key: Its full name.
+        siblings: Names in its node.
+        owner: Class whose arguments these are.
+        keys: Full names of settings, for a suggestion if the node has no similar name.
     """
     parent, _, name = key.rpartition(".")
     names = [sibling for sibling in siblings if not sibling.startswith("_")]

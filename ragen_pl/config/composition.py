@@ -123,7 +123,7 @@ def _with_new_key(
     """Return overrides that add a key that no file has, where a class takes it or a mapping whose keys are the user's.
 
     Raises:
-        ConfigError: it is not; with the nearest key, or with the way to add it.
+        ConfigError: It is not; with the nearest key, or with the way to add it.
     """
     key, added, hint = missing.key, {}, ""
     for line in lines:

@@ -20,8 +20,8 @@ def description_of(name: str, targets: Iterable[str]) -> str:
     """Return the description of an argument or attribute in the first docstring that has one.
 
     Args:
-        name: its name.
-        targets: paths of the classes and functions that may describe it.
+        name: Its name.
+        targets: Paths of the classes and functions that may describe it.
     """
     found = (_descriptions(target).get(name) for target in targets)
     return next(filter(None, found), "")

@@ -20,11 +20,11 @@ def config_errors(place: str, *, hint: str = "") -> Iterator[None]:
     """Turn any error of a block into a ConfigError. For code that builds a run, not for code that runs it.
 
     Args:
-        place: key, or key and value, that the block builds something from.
-        hint: remedy, if the error itself has none.
+        place: Key, or key and value, that the block builds something from.
+        hint: Remedy, if the error itself has none.
 
     Raises:
-        ConfigError: in place of the error.
+        ConfigError: In place of the error.
 
     >>> with config_errors("model.build.path=qwen", hint="give a folder"):
     ...     raise OSError("nothing there")

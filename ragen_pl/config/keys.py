@@ -27,10 +27,10 @@ class Key:
     """A setting of a configuration.
 
     Attributes:
-        name: its full name.
-        meaning: its description.
-        accepted: the values that it accepts, in words.
-        value: its value, or the key that it refers to.
+        name: Its full name.
+        meaning: Its description.
+        accepted: The values that it accepts, in words.
+        value: Its value, or the key that it refers to.
     """
 
     name: str
@@ -77,8 +77,8 @@ def page_of(cfg: DictConfig, *, command: str) -> str:
     """Return the keys of a configuration as a Markdown page.
 
     Args:
-        cfg: the configuration.
-        command: the command that has it.
+        cfg: The configuration.
+        command: The command that has it.
     """
     parts = [_HEAD.format(command=command)]
     single = [key for key in keys_of(cfg) if "." not in key.name]

@@ -53,8 +53,8 @@ def hydra_main(
     traceback, then one line, and code 1.
 
     Args:
-        config_name: the file in `config_dir()`, without `.yaml`.
-        prepare: function of the command line that runs before the composition and returns the overrides to use.
+        config_name: The file in `config_dir()`, without `.yaml`.
+        prepare: Function of the command line that runs before the composition and returns the overrides to use.
     """
 
     def decorate(task: Task) -> Callable[[], None]:
@@ -119,8 +119,8 @@ def parsed(arguments: Sequence[str], *, config_name: str) -> argparse.Namespace:
     """Return Hydra's options and the overrides of a command line.
 
     Args:
-        arguments: the command line, without the program.
-        config_name: as in `hydra_main`.
+        arguments: The command line, without the program.
+        config_name: As in `hydra_main`.
 
     Raises:
         ConfigError: There is no such option, or it lacks its value.
@@ -167,14 +167,14 @@ def precheck(
 
     Args:
         args: Hydra's parsed command line.
-        config_name: the file in `config_dir()`, without `.yaml`.
-        composed_only: whether nothing else is checked.
+        config_name: The file in `config_dir()`, without `.yaml`.
+        composed_only: Whether nothing else is checked.
 
     Returns:
         Overrides that Hydra takes in place of some of those given.
 
     Raises:
-        ConfigError: with the first problem.
+        ConfigError: With the first problem.
     """
     replaced: dict[str, str] = {}
     if not composed_only:

@@ -15,7 +15,7 @@ def config_dir() -> Path:
     It is in the package when installed from a wheel, and next to it in a checkout or an editable install.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is none.
     """
     package = Path(ragen_pl.__file__).resolve().parent
     places = (package / "conf", package.parent / "conf")
@@ -37,7 +37,7 @@ def check_packages() -> None:
     """Check that the environments are there: folders in the package, or links to those of the checkout.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: They are not.
     """
     package = Path(ragen_pl.__file__).resolve().parent
     for name in PACKAGES:

@@ -34,8 +34,8 @@ def references_of_environment(target: object, folders: Sequence[Path]) -> dict[P
     """Return the references in the configuration files of an environment's class.
 
     Args:
-        target: class path or gymnasium id.
-        folders: folders of configurations besides the shipped one.
+        target: Class path or gymnasium id.
+        folders: Folders of configurations besides the shipped one.
     """
     found: dict[Place, str] = {}
     groups = [folder / "env" for folder in (*folders, config_dir())]

@@ -22,8 +22,8 @@ def relation_problems(cfg: DictConfig, targets: Mapping[str, str]) -> Iterator[s
     Only the modules are imported in which a class, or the nearest of its bases, defines `config_problems`.
 
     Args:
-        cfg: config of a command.
-        targets: paths of the classes that may have rules, each with the key or file that names it.
+        cfg: Config of a command.
+        targets: Paths of the classes that may have rules, each with the key or file that names it.
     """
     for target, named_by in targets.items():
         place = class_that_defines("config_problems", target)
@@ -37,8 +37,8 @@ def unread_overrides(cfg: DictConfig, overrides: Sequence[str]) -> Iterator[str]
     """Yield one line for each override of a key in a node that is off (`enabled: false`), and so is not read.
 
     Args:
-        cfg: the composed configuration.
-        overrides: as on the command line.
+        cfg: The composed configuration.
+        overrides: As on the command line.
     """
     for line in overrides:
         name, _, key = key_of(line).partition(".")

@@ -41,15 +41,15 @@ class Environment(TypedDict, total=False):
     """`env`: besides these keys the arguments of the environments' manager.
 
     Attributes:
-        name: name of the environment, and of the folder of its runs.
-        visual: whether it shows images.
-        words: words of its texts that become tokens of a small model.
-        kwargs: arguments of the environment.
-        command: command line of an agent program (`env=program`).
-        function: import path of a function in place of a command.
-        tasks: tasks of the program: a file, a folder or an import path.
-        validation_tasks: tasks that training leaves out, or a fraction of `tasks`.
-        verifier: command that is run after the program's end and prints the result.
+        name: Name of the environment, and of the folder of its runs.
+        visual: Whether it shows images.
+        words: Words of its texts that become tokens of a small model.
+        kwargs: Arguments of the environment.
+        command: Command line of an agent program (`env=program`).
+        function: Import path of a function in place of a command.
+        tasks: Tasks of the program: a file, a folder or an import path.
+        validation_tasks: Tasks that training leaves out, or a fraction of `tasks`.
+        verifier: Command that is run after the program's end and prints the result.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Algorithm(TypedDict, total=False):
     """`algorithm`.
 
     Attributes:
-        name: name of the algorithm.
+        name: Name of the algorithm.
         critic: `shared` for a head on the policy's trunk, `own` for a separate model, or `none`.
-        rewards: reward functions, applied in order; null disables one.
-        normalize: normalization of the returns.
-        filter: selection of the groups for the update.
-        estimator: estimator of advantages.
-        masks: tokens that are trained on.
-        loss: loss of an update step.
+        rewards: Reward functions, applied in order; null disables one.
+        normalize: Normalization of the returns.
+        filter: Selection of the groups for the update.
+        estimator: Estimator of advantages.
+        masks: Tokens that are trained on.
+        loss: Loss of an update step.
     """
 
     name: str
@@ -91,11 +91,11 @@ class Model(TypedDict, total=False):
     """`model`: how it is built; of a named model also its sizes, from which the memory is planned.
 
     Attributes:
-        build: function that builds or loads the model.
-        size: size of a named model.
-        config: its transformers config.
-        sizes: changes to `config` by size.
-        processor: settings of its image processor.
+        build: Function that builds or loads the model.
+        size: Size of a named model.
+        config: Its transformers config.
+        sizes: Changes to `config` by size.
+        processor: Settings of its image processor.
     """
 
     build: Component
@@ -109,10 +109,10 @@ class Optimizer(TypedDict, total=False):
     """An optimizer of torch; its other arguments are its own.
 
     Attributes:
-        lr: highest learning rate.
-        betas: decay rates of the running averages of the gradient and of its square.
-        eps: term added to the divisor, for numerical stability.
-        weight_decay: decay of matrices per step, as a multiple of the learning rate.
+        lr: Highest learning rate.
+        betas: Decay rates of the running averages of the gradient and of its square.
+        eps: Term added to the divisor, for numerical stability.
+        weight_decay: Decay of matrices per step, as a multiple of the learning rate.
     """
 
     lr: NonNegative
@@ -125,7 +125,7 @@ class Critic(TypedDict, total=False):
     """`critic`: besides this model its settings.
 
     Attributes:
-        build: another model for `algorithm.critic=own`, with the keys of `model.build`; null for the policy's.
+        build: Another model for `algorithm.critic=own`, with the keys of `model.build`; null for the policy's.
     """
 
     build: Component | None
@@ -135,8 +135,8 @@ class Rollout(TypedDict, total=False):
     """`rollout`: besides its engine the settings of episodes and of iterations.
 
     Attributes:
-        engine: engine that samples the responses.
-        failures: what follows the errors of environments.
+        engine: Engine that samples the responses.
+        failures: What follows the errors of environments.
     """
 
     engine: Component
@@ -147,8 +147,8 @@ class Validation(TypedDict, total=False):
     """`validation`: besides these keys its settings.
 
     Attributes:
-        warm_start: evaluate the policy after its warm start too.
-        baselines: scripted players that the policy is compared with, by name.
+        warm_start: Evaluate the policy after its warm start too.
+        baselines: Scripted players that the policy is compared with, by name.
     """
 
     warm_start: bool
@@ -159,9 +159,9 @@ class WarmStart(TypedDict, total=False):
     """`warm_start`: besides these components its settings.
 
     Attributes:
-        demonstrator: policy that plays the demonstrations.
-        records: recorded episodes in place of demonstrations; null for demonstrations.
-        optimizer: optimizer of the warm start.
+        demonstrator: Policy that plays the demonstrations.
+        records: Recorded episodes in place of demonstrations; null for demonstrations.
+        optimizer: Optimizer of the warm start.
     """
 
     # an environment's file may set some of its keys where there is no warm start
@@ -174,11 +174,11 @@ class ValidationSet(TypedDict, total=False):
     """One of `validation_sets`: its own keys, and changes to the environment's.
 
     Attributes:
-        command: command line of another agent program.
-        function: import path of another function in place of a command.
-        tasks: other tasks of the program.
-        validation_tasks: other tasks that are played in place of `tasks`.
-        verifier: another command that prints the result.
+        command: Command line of another agent program.
+        function: Import path of another function in place of a command.
+        tasks: Other tasks of the program.
+        validation_tasks: Other tasks that are played in place of `tasks`.
+        verifier: Another command that prints the result.
     """
 
     command: list[str] | None
@@ -212,15 +212,15 @@ class Trainer(TypedDict, total=False):
 
     Attributes:
         accelerator: `auto` for a CUDA GPU if torch finds one, else the CPU.
-        devices: number of GPUs or processes on each machine, or their indices.
-        num_nodes: number of machines.
-        strategy: how ranks work together; `auto` for one device or DDP.
-        precision: precision of the forward passes.
-        max_epochs: number of iterations; -1 for no limit.
-        gradient_clip_val: largest norm of the gradient of the policy, and of the critic; null for no limit.
-        accumulate_grad_batches: forward and backward passes that an optimizer step adds up.
-        check_val_every_n_epoch: iterations between two validations; `auto` for a quarter of `max_epochs`, else 20.
-        limit_val_batches: batches, or fraction of the batches, of a validation.
+        devices: Number of GPUs or processes on each machine, or their indices.
+        num_nodes: Number of machines.
+        strategy: How ranks work together; `auto` for one device or DDP.
+        precision: Precision of the forward passes.
+        max_epochs: Number of iterations; -1 for no limit.
+        gradient_clip_val: Largest norm of the gradient of the policy, and of the critic; null for no limit.
+        accumulate_grad_batches: Forward and backward passes that an optimizer step adds up.
+        check_val_every_n_epoch: Iterations between two validations; `auto` for a quarter of `max_epochs`, else 20.
+        limit_val_batches: Batches, or fraction of the batches, of a validation.
     """
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda"]
@@ -260,14 +260,14 @@ class _Settings(TypedDict, total=False):
     """The keys of `conf/fit.yaml`, and below them those of the other commands.
 
     Attributes:
-        seed: seed of the run.
-        debug: show tracebacks instead of one-line errors.
-        trust: whether the checkpoint that is continued may run any code (docs/security.md).
-        ckpt_path: checkpoint to continue: `last` for the newest run of the environment, `auto` for that or a new run,
+        seed: Seed of the run.
+        debug: Show tracebacks instead of one-line errors.
+        trust: Whether the checkpoint that is continued may run any code (docs/security.md).
+        ckpt_path: Checkpoint to continue: `last` for the newest run of the environment, `auto` for that or a new run,
             or a path; null for a new run.
-        curriculum: harder initial states later on; null for none.
-        logger: logger of the metrics; null for none.
-        callbacks: callbacks by name; null disables one.
+        curriculum: Harder initial states later on; null for none.
+        logger: Logger of the metrics; null for none.
+        callbacks: Callbacks by name; null disables one.
     """
 
     seed: Seed

@@ -17,11 +17,11 @@ def read_settings(cls: type[Settings], node: DictConfig) -> Settings:
     A key that names a class by `_target_` is built.
 
     Args:
-        cls: a dataclass, whose fields are keys of the node.
-        node: the node; keys of other classes are left to them.
+        cls: A dataclass, whose fields are keys of the node.
+        node: The node; keys of other classes are left to them.
 
     Raises:
-        ValueError: a value that the class does not take.
+        ValueError: A value that the class does not take.
     """
     return cls(**{name: _value(node[name]) for name in keys_of(cls) if name in node})
 

@@ -47,9 +47,9 @@ class Parameter:
     """An argument of a class or function, or a key of a node.
 
     Attributes:
-        annotation: its annotation; `Any` without one.
-        by_name: whether it can only be given by name.
-        documented_in: paths of the classes and functions whose docstrings may describe it, the nearest first.
+        annotation: Its annotation; `Any` without one.
+        by_name: Whether it can only be given by name.
+        documented_in: Paths of the classes and functions whose docstrings may describe it, the nearest first.
     """
 
     annotation: Any = Any
@@ -62,10 +62,10 @@ class Signature:
     """Arguments of a class or function, or keys of a node.
 
     Attributes:
-        name: name of the class or function; empty for a node without.
-        parameters: arguments by name.
-        closed: whether no other arguments are possible.
-        returns: return annotation.
+        name: Name of the class or function; empty for a node without.
+        parameters: Arguments by name.
+        closed: Whether no other arguments are possible.
+        returns: Return annotation.
     """
 
     name: str = ""
@@ -82,8 +82,8 @@ class ClassInSource:
     """Base of the types that stand for classes read from source.
 
     Attributes:
-        target: class path.
-        is_mapping: whether it is a `TypedDict`.
+        target: Class path.
+        is_mapping: Whether it is a `TypedDict`.
     """
 
     target: str = ""
@@ -95,7 +95,7 @@ def read_signature(target: str) -> Signature:
     """Return the signature of a class path; an open one without names if it is known only after an import.
 
     Raises:
-        SignatureError: there is no such class or function; with the nearest name that exists.
+        SignatureError: There is no such class or function; with the nearest name that exists.
     """
     found = definition_at(target)
     if found is not None:
@@ -125,8 +125,8 @@ def class_that_defines(method: str, target: str) -> str | None:
     Nothing is imported. It is None where no class in a source file defines it, and where the target is no class.
 
     Args:
-        method: name of the method.
-        target: class path of the class; its module may import the class from another.
+        method: Name of the method.
+        target: Class path of the class; its module may import the class from another.
     """
     cls = _class_at(target)
     if cls is None or isinstance(cls.members.get(method), griffe.Function):
@@ -140,7 +140,7 @@ def declared_trust(target: str) -> tuple[str, ...] | None:
     Nothing is imported. It is None where it declares nothing; bases do not count.
 
     Args:
-        target: class path.
+        target: Class path.
     """
     found = definition_at(target)
     if isinstance(found, griffe.Function):
@@ -161,7 +161,7 @@ def type_at(target: str) -> Any:
     """Return the object that annotations in source files name by a dotted path.
 
     Raises:
-        KeyError: it is known only after an import.
+        KeyError: It is known only after an import.
     """
     module_name, _, name = target.rpartition(".")
     if target in _LIGHT:

@@ -124,7 +124,7 @@ def run_settings(file: Path) -> dict[str, Any]:
     """Return the settings in a file; one of somebody else is read within limits.
 
     Raises:
-        ConfigError: it cannot be read, or holds none.
+        ConfigError: It cannot be read, or holds none.
     """
     try:
         # OmegaConf copies what an alias stands for
@@ -148,14 +148,14 @@ def check_settings(
     """Check settings of a file that somebody else may have written.
 
     Args:
-        settings: those that are taken from it.
-        file: the file, for error messages.
-        given: what the command line sets in place of them, see `replaced_by`; None for a command that does not take
+        settings: Those that are taken from it.
+        file: The file, for error messages.
+        given: What the command line sets in place of them, see `replaced_by`; None for a command that does not take
             such settings.
-        shipped: patterns of the shipped configurations whose names count.
+        shipped: Patterns of the shipped configurations whose names count.
 
     Raises:
-        ConfigError: they name code or an address that neither a shipped configuration nor the command line has, set
+        ConfigError: They name code or an address that neither a shipped configuration nor the command line has, set
             what a class declares as in need of trust (`needs_trust`), run code of a model's repository, or refer to
             other values.
     """
@@ -173,12 +173,12 @@ def check_folder(folder: Path | None, *, key: str, is_model: bool = False) -> No
     """Check that nothing in a folder that somebody else may have written leads out of it, or never ends.
 
     Args:
-        folder: a run's folder, or a model's.
-        key: the setting that names it, for error messages.
-        is_model: whether it is a model's.
+        folder: A run's folder, or a model's.
+        key: The setting that names it, for error messages.
+        is_model: Whether it is a model's.
 
     Raises:
-        ConfigError: something does.
+        ConfigError: Something does.
     """
     if folder is None or not folder.is_dir():
         return

@@ -86,7 +86,7 @@ class Samples:
 
         Args:
             input_ids: int64 `[rows, time]`.
-            sampled: bool `[rows, time]`, the sampled tokens.
+            sampled: Bool `[rows, time]`, the sampled tokens.
             length: int64 `[rows]`.
             image_index: int64 `[rows, max images]`, whole images.
             advantages: float32 `[rows, time]`; 0 if None.

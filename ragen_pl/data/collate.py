@@ -107,14 +107,14 @@ def collate(
     """Build the batch of the `usable` trajectories.
 
     Args:
-        trajectories: trajectories to train on.
-        bundle: model with tokenizer and processor.
-        weights: factors of the trajectories in the policy's loss; None for 1 each.
-        observations: label the text between system prompt and responses too, as `Span.SHOWN` (RICO).
-        text: label the environment's text that follows a response, in `Samples.text` (ECHO).
+        trajectories: Trajectories to train on.
+        bundle: Model with tokenizer and processor.
+        weights: Factors of the trajectories in the policy's loss; None for 1 each.
+        observations: Label the text between system prompt and responses too, as `Span.SHOWN` (RICO).
+        text: Label the environment's text that follows a response, in `Samples.text` (ECHO).
 
     Raises:
-        ValueError: with `observations`, an episode has several samples or an untrained turn; with `text`, the roles of
+        ValueError: With `observations`, an episode has several samples or an untrained turn; with `text`, the roles of
             a prompt are not recorded.
     """
     all_weights = weights if weights is not None else [1.0] * len(trajectories)
@@ -308,12 +308,12 @@ def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence
     The system prompt and tokens that the policy cannot sample, such as those of images, are left out.
 
     Args:
-        samples: samples that hold a whole episode each; changed in place.
-        heads: length of each episode's system prompt.
-        banned: tokens of probability 0.
+        samples: Samples that hold a whole episode each; changed in place.
+        heads: Length of each episode's system prompt.
+        banned: Tokens of probability 0.
 
     Raises:
-        ValueError: an episode has several samples.
+        ValueError: An episode has several samples.
     """
     if len(torch.unique(samples.episode)) < len(samples):
         raise ValueError(
@@ -354,12 +354,12 @@ def label_text(samples: Samples, drafts: Sequence[_Draft], *, banned: Sequence[i
     """Label the environment's text that follows a response, each token once an episode.
 
     Args:
-        samples: samples of the drafts; changed in place.
-        drafts: samples under construction.
-        banned: tokens of probability 0, such as those of images.
+        samples: Samples of the drafts; changed in place.
+        drafts: Samples under construction.
+        banned: Tokens of probability 0, such as those of images.
 
     Raises:
-        ValueError: the roles of a prompt are not recorded.
+        ValueError: The roles of a prompt are not recorded.
     """
     place = torch.arange(samples.input_ids.shape[1])
     role = torch.where(place < samples.length[:, None], Role.TEMPLATE, Role.PADDING).to(torch.int8)

@@ -21,12 +21,12 @@ def conversation_batch(
     """Encode conversations as the policy reads them. The assistant's messages are trained on.
 
     Args:
-        conversations: conversations to learn.
-        context: chat format and window; with `system_prompt="instructions"` each conversation's own system
+        conversations: Conversations to learn.
+        context: Chat format and window; with `system_prompt="instructions"` each conversation's own system
             message is used.
 
     Raises:
-        ValueError: roles that do not alternate.
+        ValueError: Roles that do not alternate.
     """
     trajectories = [
         _trajectory(messages, context, number=number)

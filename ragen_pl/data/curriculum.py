@@ -39,10 +39,10 @@ class TaskChoice(ABC):
         """Return the reset options of a group, None for the environment's own initial states.
 
         Args:
-            group: number of the group in a rollout, from 0.
-            groups: number of groups of a rollout.
-            iteration: number of the iteration.
-            seed: seed of the run.
+            group: Number of the group in a rollout, from 0.
+            groups: Number of groups of a rollout.
+            iteration: Number of the iteration.
+            seed: Seed of the run.
         """
 
     @abstractmethod
@@ -52,10 +52,10 @@ class TaskChoice(ABC):
         """Take note of this rank's episodes of an iteration. All ranks must call it.
 
         Args:
-            trajectories: the episodes.
-            groups: number of groups of a rollout.
-            iteration: number of the iteration.
-            seed: seed of the run.
+            trajectories: The episodes.
+            groups: Number of groups of a rollout.
+            iteration: Number of the iteration.
+            seed: Seed of the run.
         """
 
     @abstractmethod
@@ -82,15 +82,15 @@ class Curriculum(TaskChoice):
     turn.
 
     Attributes:
-        stages: reset options of each stage in order, none for the environment's own initial states:
+        stages: Reset options of each stage in order, none for the environment's own initial states:
             `[{}, {"min_distance": 3}]`.
-        above: mean success over the last `window` iterations of a stage, or mean return in an environment that sets no
+        above: Mean success over the last `window` iterations of a stage, or mean return in an environment that sets no
             success; a higher one begins the next stage.
-        fraction: fraction of the groups that play the present stage.
-        window: number of iterations to average.
+        fraction: Fraction of the groups that play the present stage.
+        window: Number of iterations to average.
 
     Raises:
-        ValueError: there are fewer than two stages.
+        ValueError: There are fewer than two stages.
     """
 
     needs_trust = ()
@@ -124,10 +124,10 @@ class Curriculum(TaskChoice):
         """Add an iteration's sampled episodes in its stage; the arguments must be the same on every rank.
 
         Args:
-            success: mean success.
-            iteration: number of the iteration.
-            mean_return: mean return.
-            says_success: whether an episode has said whether the task is solved; None without a step.
+            success: Mean success.
+            iteration: Number of the iteration.
+            mean_return: Mean return.
+            says_success: Whether an episode has said whether the task is solved; None without a step.
         """
         if says_success and self.says_success is False:
             self.history = []
@@ -207,18 +207,18 @@ class TaskSampling(TaskChoice):
     them, rounded up or down. See `task_probabilities` for the rules and their sources.
 
     Attributes:
-        stages: reset options of each task, none for the environment's own initial states:
+        stages: Reset options of each task, none for the environment's own initial states:
             `[{max_distance: 2}, {min_distance: 3}]`.
         rule: `pools` by the last score, `learnability` by p (1 - p) of the last score p, `progress` by the distance of
             a fast and a slow average of the scores.
-        thresholds: highest score of each pool, in rising order.
-        pool_weights: weight of a task in each pool.
-        fast: weight of the newest score in the fast average.
-        slow: weight of the newest score in the slow average.
-        floor: part of the groups that is divided evenly, without which unseen tasks starve.
+        thresholds: Highest score of each pool, in rising order.
+        pool_weights: Weight of a task in each pool.
+        fast: Weight of the newest score in the fast average.
+        slow: Weight of the newest score in the slow average.
+        floor: Part of the groups that is divided evenly, without which unseen tasks starve.
 
     Raises:
-        ValueError: there are fewer than two tasks, the pools do not fit, or `slow` is not below `fast`.
+        ValueError: There are fewer than two tasks, the pools do not fit, or `slow` is not below `fast`.
     """
 
     needs_trust = ()
@@ -277,7 +277,7 @@ class TaskSampling(TaskChoice):
         """Score the tasks that were played. All ranks must call it.
 
         Raises:
-            RolloutError: no step says whether the task is solved.
+            RolloutError: No step says whether the task is solved.
         """
         tasks = self.tasks(groups=groups, iteration=iteration, seed=seed)
         sums = torch.zeros(len(self.stages), 3, dtype=torch.float64)
@@ -314,7 +314,7 @@ class TaskSampling(TaskChoice):
         """Restore `state_dict`.
 
         Raises:
-            RolloutError: the checkpoint has another number of tasks, or another kind of curriculum.
+            RolloutError: The checkpoint has another number of tasks, or another kind of curriculum.
         """
         scores: list[list[float | None]] = state.get("scores", [])  # type: ignore[assignment]
         if len(scores) != len(self.stages):

@@ -50,18 +50,18 @@ class RolloutDataModule(MinibatchDataModule):
     """Collect trajectories and serve them as minibatches.
 
     Args:
-        proxy: plays training episodes.
-        validation_sets: validation sets, the main one first.
-        iteration: episodes of an iteration; None for the defaults. With `iterations_ahead` the module has to follow
+        proxy: Plays training episodes.
+        validation_sets: Validation sets, the main one first.
+        iteration: Episodes of an iteration; None for the defaults. With `iterations_ahead` the module has to follow
             `AsyncRolloutModule`.
-        update: passes and minibatches of an iteration's update; None for the defaults.
-        seed: seed of the run.
-        held_out: keep the initial states of the first validation set out of training.
-        curriculum: chooses initial states by the success so far, None for none.
-        rewards: reward functions, applied in order to each rollout.
-        group_filter: chooses the groups that are trained on; None for all.
-        observations: label the text between responses, which lets masks include it (RICO).
-        text: label the environment's text that follows responses, which the loss predicts (ECHO).
+        update: Passes and minibatches of an iteration's update; None for the defaults.
+        seed: Seed of the run.
+        held_out: Keep the initial states of the first validation set out of training.
+        curriculum: Chooses initial states by the success so far, None for none.
+        rewards: Reward functions, applied in order to each rollout.
+        group_filter: Chooses the groups that are trained on; None for all.
+        observations: Label the text between responses, which lets masks include it (RICO).
+        text: Label the environment's text that follows responses, which the loss predicts (ECHO).
     """
 
     @checked
@@ -119,8 +119,8 @@ class RolloutDataModule(MinibatchDataModule):
         """Return this rank's episodes of an iteration: every world_size-th group, whole.
 
         Args:
-            iteration: number of the iteration, from 0.
-            attempt: number of earlier rollouts of the iteration; their groups have the lower numbers.
+            iteration: Number of the iteration, from 0.
+            attempt: Number of earlier rollouts of the iteration; their groups have the lower numbers.
         """
         specs = []
         for number in range(rank(), self.settings.groups, world_size()):
@@ -149,7 +149,7 @@ class RolloutDataModule(MinibatchDataModule):
         the rollout of the next iteration begins here, and goes on while this one trains.
 
         Raises:
-            RolloutError: failures leave too few episodes, see `FailureSettings`.
+            RolloutError: Failures leave too few episodes, see `FailureSettings`.
         """
         played = self._ahead.played(iteration, progress=progress)
         ahead = None if played is None else (played.trajectories, self._usable(played.trajectories))

@@ -31,14 +31,14 @@ class WarmStartDataModule(MinibatchDataModule):
     """Serve samples of expert or recorded turns as minibatches.
 
     Args:
-        proxy: environments and contexts.
-        settings: numbers of steps and samples; None for the defaults.
-        update: sizes of microbatches; None for the defaults.
-        seed: seed of the run.
+        proxy: Environments and contexts.
+        settings: Numbers of steps and samples; None for the defaults.
+        update: Sizes of microbatches; None for the defaults.
+        seed: Seed of the run.
 
     Attributes:
-        batch: this rank's samples; None before `setup`.
-        statistics: metrics of the episodes.
+        batch: This rank's samples; None before `setup`.
+        statistics: Metrics of the episodes.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class DemonstrationDataModule(WarmStartDataModule):
     """Play demonstrations once and serve their turns as minibatches.
 
     Args:
-        proxy: plays the demonstrations.
-        policy: chooses their actions.
-        settings: numbers of demonstrations and steps, and the discount; None for the defaults.
-        update: sizes of microbatches; None for the defaults.
-        seed: seed of the run.
+        proxy: Plays the demonstrations.
+        policy: Chooses their actions.
+        settings: Numbers of demonstrations and steps, and the discount; None for the defaults.
+        update: Sizes of microbatches; None for the defaults.
+        seed: Seed of the run.
     """
 
     @checked

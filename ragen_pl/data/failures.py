@@ -20,11 +20,11 @@ class UsableEpisodes:
     """Episodes of an iteration that can be trained on.
 
     Attributes:
-        trajectories: those of this rank that belong to a group with enough members.
-        played: number of episodes over all ranks.
-        count: number of `trajectories` over all ranks.
-        failed: number of failed episodes over all ranks.
-        dropped_groups: number of groups with too few members over all ranks.
+        trajectories: Those of this rank that belong to a group with enough members.
+        played: Number of episodes over all ranks.
+        count: Number of `trajectories` over all ranks.
+        failed: Number of failed episodes over all ranks.
+        dropped_groups: Number of groups with too few members over all ranks.
     """
 
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -59,9 +59,9 @@ def usable_episodes(
     """Return the episodes of an iteration that can be trained on. All ranks must call it.
 
     Args:
-        trajectories: trajectories of this rank; groups are whole on a rank.
-        settings: fraction of a group's episodes that it needs.
-        group_size: number of a group's episodes.
+        trajectories: Trajectories of this rank; groups are whole on a rank.
+        settings: Fraction of a group's episodes that it needs.
+        group_size: Number of a group's episodes.
     """
     sound = [one for one in trajectories if one.status is not EpisodeStatus.FAILED]
     members = Counter(one.group for one in sound)
@@ -87,10 +87,10 @@ def too_few(
     """Return the error of an iteration that has too few usable episodes. All ranks must call it.
 
     Args:
-        usable: episodes that can be trained on.
-        trajectories: all trajectories of this rank.
-        settings: the limits.
-        iteration: number of the iteration, from 0.
+        usable: Episodes that can be trained on.
+        trajectories: All trajectories of this rank.
+        settings: The limits.
+        iteration: Number of the iteration, from 0.
     """
     errors = [error for part in gather_over_ranks(errors_of(trajectories)) for error in part]
     groups = f" and drop {usable.dropped_groups} groups" if usable.dropped_groups else ""

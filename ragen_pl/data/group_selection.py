@@ -48,10 +48,10 @@ def select_groups(
     If no group passes, the group whose returns differ most is kept, so an update always has a batch.
 
     Args:
-        trajectories: trajectories of this rank; groups are whole on a rank.
-        group_filter: the filter.
-        returns: return of a trajectory.
-        limit: maximum number of groups to keep, the first of those that passed.
+        trajectories: Trajectories of this rank; groups are whole on a rank.
+        group_filter: The filter.
+        returns: Return of a trajectory.
+        limit: Maximum number of groups to keep, the first of those that passed.
     """
     local = [trajectory for trajectory in trajectories if usable(trajectory)]
     table = gather_over_ranks([(trajectory.group, returns(trajectory)) for trajectory in local])

@@ -26,10 +26,10 @@ class InitialState:
     """What a reset shows of an initial state, and what it says about it.
 
     Attributes:
-        instructions: rules of the environment.
-        tools: schemas of its tools; None where responses are not in the model's own format.
-        action_names: names of its actions; None for free text.
-        state_key: key of the state, None where the environment has none.
+        instructions: Rules of the environment.
+        tools: Schemas of its tools; None where responses are not in the model's own format.
+        action_names: Names of its actions; None for free text.
+        state_key: Key of the state, None where the environment has none.
     """
 
     instructions: str
@@ -63,14 +63,14 @@ def initial_states(
     gets the rules of a reset with another one.
 
     Args:
-        episodes: recorded episodes.
-        environments: environments that hold out nothing.
-        template: text of the user's block, `context.turn_template`.
-        stages: reset options that an episode may have begun with; None for none.
-        at_once: largest number of environments at once.
+        episodes: Recorded episodes.
+        environments: Environments that hold out nothing.
+        template: Text of the user's block, `context.turn_template`.
+        stages: Reset options that an episode may have begun with; None for none.
+        at_once: Largest number of environments at once.
 
     Raises:
-        ValueError: no reset shows what a record shows.
+        ValueError: No reset shows what a record shows.
     """
     keys = [(one.seed, *_recorded(one)) if one.seed is not None else (None,) for one in episodes]
     first = dict(zip(reversed(keys), reversed(episodes), strict=True))
@@ -135,11 +135,11 @@ class HeldOutStates:
     """Initial states that training must not begin in: those of a validation set, or a fraction of all.
 
     Args:
-        validation_set: the run's own; None where it holds out nothing.
-        template: text of the user's block, `context.turn_template`.
+        validation_set: The run's own; None where it holds out nothing.
+        template: Text of the user's block, `context.turn_template`.
 
     Raises:
-        ValueError: an environment of it fails, or has no `state_key()`.
+        ValueError: An environment of it fails, or has no `state_key()`.
     """
 
     def __init__(self, validation_set: ValidationSet | None, *, template: str) -> None:

@@ -58,18 +58,18 @@ class MinibatchLoader:
     the Trainer's `accumulate_grad_batches` has to be set to it.
 
     Args:
-        batch: the iteration's samples.
-        epochs: passes over the samples.
-        minibatches: optimizer steps of an epoch.
-        accumulate: minibatches of an optimizer step (the Trainer's `accumulate_grad_batches`).
-        tokens_per_microbatch: positions of a microbatch, padding included; None to split a minibatch by length only.
-        length_buckets: largest number of microbatches of a minibatch, by length, without `tokens_per_microbatch`.
-        seed_key: seed of the order: run seed, iteration, rank.
-        rank: number of this rank.
-        gather_over_ranks: lists an object of each rank; that of this one on one rank.
-        world_size: number of ranks whose gradients are averaged.
-        sum_over_ranks: sums a tensor over the ranks; identity on one rank.
-        max_over_ranks: takes the maximum of a tensor's elements over the ranks; identity on one rank.
+        batch: The iteration's samples.
+        epochs: Passes over the samples.
+        minibatches: Optimizer steps of an epoch.
+        accumulate: Minibatches of an optimizer step (the Trainer's `accumulate_grad_batches`).
+        tokens_per_microbatch: Positions of a microbatch, padding included; None to split a minibatch by length only.
+        length_buckets: Largest number of microbatches of a minibatch, by length, without `tokens_per_microbatch`.
+        seed_key: Seed of the order: run seed, iteration, rank.
+        rank: Number of this rank.
+        gather_over_ranks: Lists an object of each rank; that of this one on one rank.
+        world_size: Number of ranks whose gradients are averaged.
+        sum_over_ranks: Sums a tensor over the ranks; identity on one rank.
+        max_over_ranks: Takes the maximum of a tensor's elements over the ranks; identity on one rank.
     """
 
     @checked
@@ -207,7 +207,7 @@ class MinibatchDataModule(pl.LightningDataModule):
     """Serve a batch as minibatches, and have the Trainer accumulate the microbatches of each.
 
     Args:
-        update: sizes of minibatches and microbatches.
+        update: Sizes of minibatches and microbatches.
     """
 
     def __init__(self, update: UpdateSettings) -> None:
@@ -236,7 +236,7 @@ class MinibatchDataModule(pl.LightningDataModule):
         """Return the loader over a batch. The arguments are those of `MinibatchLoader`.
 
         Raises:
-            ValueError: the Trainer's strategy accumulates a number of minibatches that can't be changed.
+            ValueError: The Trainer's strategy accumulates a number of minibatches that can't be changed.
         """
         loader = MinibatchLoader(
             batch,
@@ -307,8 +307,8 @@ def _first_places(counts: Sequence[Sequence[int]], *, rank: int) -> list[int]:
     """Return the place of a rank's first row of each kind among the rows of all ranks, kind after kind.
 
     Args:
-        counts: rows of each kind, by rank.
-        rank: number of the rank.
+        counts: Rows of each kind, by rank.
+        rank: Number of the rank.
 
     >>> _first_places([[2, 0, 1], [3, 1, 0]], rank=1)
     [2, 5, 7]

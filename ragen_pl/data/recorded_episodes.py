@@ -63,18 +63,18 @@ class RecordedTurn:
     """A turn of a record, or a user's and an assistant's message. What a conversation does not say is None.
 
     Attributes:
-        text: text of the observation; of a record as its prompt shows it.
-        images: paths of its images, relative to the file's folder.
-        response: text of the response.
-        reward: sum of the reward terms.
-        valid: whether the response had a valid action.
-        effective: whether its actions changed the environment.
-        advances: as `Turn.advances`.
-        trained: as `Turn.trained`.
-        hit_length_limit: whether the response was cut.
-        actions: names or texts of the actions carried out.
+        text: Text of the observation; of a record as its prompt shows it.
+        images: Paths of its images, relative to the file's folder.
+        response: Text of the response.
+        reward: Sum of the reward terms.
+        valid: Whether the response had a valid action.
+        effective: Whether its actions changed the environment.
+        advances: As `Turn.advances`.
+        trained: As `Turn.trained`.
+        hit_length_limit: Whether the response was cut.
+        actions: Names or texts of the actions carried out.
         prompt_ids: int64 `[prompt]`.
-        prompt_images: paths of the prompt's images.
+        prompt_images: Paths of the prompt's images.
         response_ids: int64 `[response]`.
         spans: int8 `[response]`.
     """
@@ -100,16 +100,16 @@ class RecordedEpisode:
     """An episode of a file.
 
     Attributes:
-        place: file and line, for messages.
-        folder: folder that its images are in.
-        digest: hash of the line.
-        turns: its turns, one at least.
-        group: equal for episodes from the same initial state.
-        success: whether the task was solved; None where a conversation does not say so.
-        has_return: whether the rewards are known.
-        seed: seed of the reset; None for a conversation.
-        validation_set: name of the validation set that it was played in; None for none.
-        system: system message of a conversation; None without one.
+        place: File and line, for messages.
+        folder: Folder that its images are in.
+        digest: Hash of the line.
+        turns: Its turns, one at least.
+        group: Equal for episodes from the same initial state.
+        success: Whether the task was solved; None where a conversation does not say so.
+        has_return: Whether the rewards are known.
+        seed: Seed of the reset; None for a conversation.
+        validation_set: Name of the validation set that it was played in; None for none.
+        system: System message of a conversation; None without one.
     """
 
     place: str
@@ -135,7 +135,7 @@ def read_episodes(settings: RecordSettings) -> list[RecordedEpisode]:
     Episodes that failed, or have no turn that is trained on, are left out.
 
     Raises:
-        ValueError: a path is not there, a file is a link or no plain file, or a line is neither a record nor a
+        ValueError: A path is not there, a file is a link or no plain file, or a line is neither a record nor a
             conversation.
     """
     if not settings.paths:
@@ -316,8 +316,8 @@ def known_as_held_out(episodes: Sequence[RecordedEpisode], *, states: int) -> li
     """Return which records are of the held-out validation set, by its name or by the seed of a reset.
 
     Args:
-        episodes: recorded episodes.
-        states: number of the run's own held-out initial states.
+        episodes: Recorded episodes.
+        states: Number of the run's own held-out initial states.
     """
     seeds = {initial_state_seed(HELD_OUT, number) for number in range(states)}
     return [one.validation_set == HELD_OUT or one.seed in seeds for one in episodes]
@@ -333,13 +333,13 @@ def without_held_out(
     """Return the episodes that are not held out.
 
     Args:
-        episodes: recorded episodes.
-        held_out: whether each one is.
-        settings: whether they are left out or refused.
-        found: how they are known, for the message.
+        episodes: Recorded episodes.
+        held_out: Whether each one is.
+        settings: Whether they are left out or refused.
+        found: How they are known, for the message.
 
     Raises:
-        ValueError: some are, and they are refused; or all are.
+        ValueError: Some are, and they are refused; or all are.
     """
     count, left = (
         sum(held_out),
@@ -363,12 +363,12 @@ def weights_of(
     """Return the weight of each episode by its index; those that are not drawn are missing.
 
     Args:
-        episodes: recorded episodes, all of the run.
-        settings: rule and number.
-        seed: seed of the run, which chooses them.
+        episodes: Recorded episodes, all of the run.
+        settings: Rule and number.
+        seed: Seed of the run, which chooses them.
 
     Raises:
-        ValueError: none has a weight, or one does not say what the rule needs.
+        ValueError: None has a weight, or one does not say what the rule needs.
     """
     silent = [one.place for one in episodes if one.success is None]
     if settings.rule == "success" and silent:

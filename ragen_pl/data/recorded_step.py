@@ -50,7 +50,7 @@ class RecordedStep:
         """Return the step in a file of `write`.
 
         Raises:
-            ValueError: it holds something else.
+            ValueError: It holds something else.
         """
         state = load_plain(file)
         try:

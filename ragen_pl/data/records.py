@@ -65,17 +65,17 @@ def check_records(
     """Check records before a model is built: their files, origin, environment and weights.
 
     Args:
-        settings: where they are, and what is learned of them.
-        environments: environments that hold out nothing.
-        states: number of the run's held-out initial states.
+        settings: Where they are, and what is learned of them.
+        environments: Environments that hold out nothing.
+        states: Number of the run's held-out initial states.
         template: `context.turn_template`.
         stages: `warm_start.stages`.
-        learns_values: whether a critic learns the returns.
-        ranks: number of processes.
-        seed: seed of the run.
+        learns_values: Whether a critic learns the returns.
+        ranks: Number of processes.
+        seed: Seed of the run.
 
     Raises:
-        ValueError: with the first thing that is wrong.
+        ValueError: With the first thing that is wrong.
     """
     episodes = read_episodes(settings)
     held_out = known_as_held_out(episodes, states=states)
@@ -103,14 +103,14 @@ class RecordDataModule(WarmStartDataModule):
     with a weight (`RecordSettings`), the critic the returns of all.
 
     Args:
-        proxy: its environments hold out nothing; they tell which records are theirs.
-        records: files, and what is learned of them.
-        validation_set: the run's own, whose initial states are held out; None where nothing is.
-        states: number of the run's own held-out initial states, by whose seeds records are known.
-        learns_values: whether a critic learns the returns; otherwise episodes without a weight are left out.
-        settings: numbers of steps and samples, and the discount; None for the defaults.
-        update: sizes of microbatches; None for the defaults.
-        seed: seed of the run.
+        proxy: Its environments hold out nothing; they tell which records are theirs.
+        records: Files, and what is learned of them.
+        validation_set: The run's own, whose initial states are held out; None where nothing is.
+        states: Number of the run's own held-out initial states, by whose seeds records are known.
+        learns_values: Whether a critic learns the returns; otherwise episodes without a weight are left out.
+        settings: Numbers of steps and samples, and the discount; None for the defaults.
+        update: Sizes of microbatches; None for the defaults.
+        seed: Seed of the run.
     """
 
     @checked
@@ -136,7 +136,7 @@ class RecordDataModule(WarmStartDataModule):
         """Read the records and build this rank's samples.
 
         Raises:
-            ValueError: a record is none, of another environment or held out, or has other prompts than the run.
+            ValueError: A record is none, of another environment or held out, or has other prompts than the run.
         """
         super().setup(stage)
         if self.batch is not None:
@@ -428,7 +428,7 @@ class RecordDataModule(WarmStartDataModule):
         """Check that the records are those that the warm start began with.
 
         Raises:
-            RolloutError: they are others.
+            RolloutError: They are others.
         """
         if state_dict["records"] != self._digest:
             raise RolloutError(

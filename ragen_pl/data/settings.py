@@ -22,8 +22,8 @@ class IterationSettings:
     """Keys of `rollout` that a `RolloutDataModule` collects an iteration with.
 
     Attributes:
-        groups: number of groups of an iteration over all ranks.
-        group_size: number of episodes of a group, all from the same initial state.
+        groups: Number of groups of an iteration over all ranks.
+        group_size: Number of episodes of a group, all from the same initial state.
         iterations_ahead: 1 to sample an iteration's rollout while the iteration before it trains, with weights one
             update older; 0 to sample it with present weights.
     """
@@ -39,28 +39,28 @@ class UpdateSettings:
     """Keys of `update`.
 
     Attributes:
-        epochs: passes over an iteration's samples in its update.
-        minibatches: optimizer steps of a pass.
-        tokens_per_microbatch: positions of a forward and backward pass, padding included; None for a whole minibatch.
-        length_buckets: largest number of forward passes of a minibatch, by length, without `tokens_per_microbatch`;
+        epochs: Passes over an iteration's samples in its update.
+        minibatches: Optimizer steps of a pass.
+        tokens_per_microbatch: Positions of a forward and backward pass, padding included; None for a whole minibatch.
+        length_buckets: Largest number of forward passes of a minibatch, by length, without `tokens_per_microbatch`;
             None: 6 on a CPU, and 1 on a GPU, which computes padding sooner than it launches another pass.
-        gradient_checkpointing: compute the activations of each layer again in the backward pass, in train mode: less
+        gradient_checkpointing: Compute the activations of each layer again in the backward pass, in train mode: less
             memory, a third slower.
-        share_prefix: compute what several samples of a forward pass begin with once, images included: a system prompt,
+        share_prefix: Compute what several samples of a forward pass begin with once, images included: a system prompt,
             the prompt of a group, earlier turns of an episode. Not with sharded weights, sliding windows, states of
             layers, images read both ways or dropout.
-        packed: compute the samples of a forward pass one after the other without padding, where that is exact; None: on
+        packed: Compute the samples of a forward pass one after the other without padding, where that is exact; None: on
             a GPU in 16 bits. Not with sharded weights, sliding windows, states of layers or images read both ways.
-        freeze_vision: leave the image encoder as it is after the warm start, so that an image is encoded once.
-        tokens_per_forward: positions of a forward pass that scores an iteration before its update, padding included.
-        scoring: when the policy scores an iteration before its update: `needed` if credit or loss read the scores, that
+        freeze_vision: Leave the image encoder as it is after the warm start, so that an image is encoded once.
+        tokens_per_forward: Positions of a forward pass that scores an iteration before its update, padding included.
+        scoring: When the policy scores an iteration before its update: `needed` if credit or loss read the scores, that
             is with a critic whose values the engine has not read, a KL penalty in the reward, truncated sampling, a
             correction of the engine's distribution, `top_entropy`, `entropy_target`, `echo` or masks over shown text.
             Otherwise `rollout/policy_entropy` and `rollout/logprob_mismatch` are those of the first step; `always` for
             those of all.
-        max_skipped_steps: steps in a row with a gradient or loss that is not finite, which end the run; 1% of the last
+        max_skipped_steps: Steps in a row with a gradient or loss that is not finite, which end the run; 1% of the last
             1,000 do too.
-        max_mismatch: mean difference of the log-probs of engine and trainer, in nats a token, above which the run ends
+        max_mismatch: Mean difference of the log-probs of engine and trainer, in nats a token, above which the run ends
             where both compute alike: in float32 with an exact engine, such as `transformers`; None for no limit.
         logits_mib: MiB of float32 logits that the head computes at a time; it takes about four times as much.
     """
@@ -86,20 +86,20 @@ class RecordSettings:
     """Keys of `warm_start.records`: the recorded episodes that a warm start learns from, and their weights.
 
     Attributes:
-        path: folder of records (`trajectories.jsonl` in it or below) or a file of conversations (JSONL, each line with
+        path: Folder of records (`trajectories.jsonl` in it or below) or a file of conversations (JSONL, each line with
             `messages`); or a list of several.
-        rule: weights of the episodes, see `record_weights`: `success` takes the solved ones, `threshold` those with a
+        rule: Weights of the episodes, see `record_weights`: `success` takes the solved ones, `threshold` those with a
             return of `threshold` or more, `best` the `best` highest returns from each initial state, `exponential` all,
             by their return, `all` all alike.
-        threshold: lowest return of `threshold` and `best`; None for any.
-        best: number of episodes from each initial state that `best` takes.
-        temperature: difference in return by which `exponential` raises a weight e-fold.
-        cap: largest weight of `exponential`, as a multiple of that of the mean return.
-        per_group: whether all initial states count alike, however many of their episodes are taken.
-        episodes: number of the taken episodes that are drawn at random, from the run's seed; None for all.
-        turns: turns that the policy learns: `valid` leaves out responses without a valid action, `effective` also those
+        threshold: Lowest return of `threshold` and `best`; None for any.
+        best: Number of episodes from each initial state that `best` takes.
+        temperature: Difference in return by which `exponential` raises a weight e-fold.
+        cap: Largest weight of `exponential`, as a multiple of that of the mean return.
+        per_group: Whether all initial states count alike, however many of their episodes are taken.
+        episodes: Number of the taken episodes that are drawn at random, from the run's seed; None for all.
+        turns: Turns that the policy learns: `valid` leaves out responses without a valid action, `effective` also those
             that changed nothing, `all` none.
-        held_out: what is done about episodes of validation sets, or from initial states of the run's own: `refuse`
+        held_out: What is done about episodes of validation sets, or from initial states of the run's own: `refuse`
             ends the run, `skip` leaves them out. Either says how many they are.
     """
 
@@ -149,19 +149,19 @@ class WarmStartSettings:
     """Keys of `warm_start`, without its demonstrator, its records and its optimizer.
 
     Attributes:
-        enabled: whether the policy learns from demonstrations or records first.
-        weights: initial weights instead of them: `warm_start.pt` or a checkpoint of another run; None to learn some.
-        episodes: number of demonstrations over all ranks.
-        stages: reset options that the demonstrations take in turn, none for the environment's own initial states:
+        enabled: Whether the policy learns from demonstrations or records first.
+        weights: Initial weights instead of them: `warm_start.pt` or a checkpoint of another run; None to learn some.
+        episodes: Number of demonstrations over all ranks.
+        stages: Reset options that the demonstrations take in turn, none for the environment's own initial states:
             `[{}, {"min_distance": 3}]`; None for those states only. Recorded episodes may have begun with any of them.
-        steps: number of optimizer steps, the length of the cosine decay.
-        batch_size: number of samples of an optimizer step over all ranks.
-        gamma: discount per turn of the critic's target.
-        value_coefficient: weight of half the squared value error.
-        warm_up: number of first steps with a rising learning rate.
-        checkpoint_every_n_steps: steps between checkpoints for resuming an interrupted warm start; None for none.
-        learning_rate_end: learning rate at the last step as a fraction of the highest.
-        critic_lr: highest learning rate of the critic; None for the policy's.
+        steps: Number of optimizer steps, the length of the cosine decay.
+        batch_size: Number of samples of an optimizer step over all ranks.
+        gamma: Discount per turn of the critic's target.
+        value_coefficient: Weight of half the squared value error.
+        warm_up: Number of first steps with a rising learning rate.
+        checkpoint_every_n_steps: Steps between checkpoints for resuming an interrupted warm start; None for none.
+        learning_rate_end: Learning rate at the last step as a fraction of the highest.
+        critic_lr: Highest learning rate of the critic; None for the policy's.
     """
 
     enabled: bool = True

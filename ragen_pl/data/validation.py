@@ -46,13 +46,13 @@ class ValidationSet:
     """A named list of episodes and the proxy that plays them.
 
     Args:
-        name: name; the metrics of the first set are logged as `val/…`, those of others as `val_<name>/…`.
-        proxy: plays the episodes (its environments may show blanked images, larger maps …).
-        episodes: number of initial states.
-        key: part of the episodes' seeds; sets with the same key play the same initial states.
-        members: number of episodes from each initial state, for pass@k with sampled responses.
-        greedy: take the most probable tokens.
-        options: reset options of every episode.
+        name: Name; the metrics of the first set are logged as `val/…`, those of others as `val_<name>/…`.
+        proxy: Plays the episodes (its environments may show blanked images, larger maps …).
+        episodes: Number of initial states.
+        key: Part of the episodes' seeds; sets with the same key play the same initial states.
+        members: Number of episodes from each initial state, for pass@k with sampled responses.
+        greedy: Take the most probable tokens.
+        options: Reset options of every episode.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class ValidationSet:
         """Play episodes with the weights that an engine has.
 
         Args:
-            engine: samples the responses.
-            version: number of optimizer steps that the weights have taken.
-            episode_specs: some of the set's episodes; None for all.
-            seed_key: counters that the seeds of sampled responses start with.
-            progress: see `AgentProxy.rollout`.
+            engine: Samples the responses.
+            version: Number of optimizer steps that the weights have taken.
+            episode_specs: Some of the set's episodes; None for all.
+            seed_key: Counters that the seeds of sampled responses start with.
+            progress: See `AgentProxy.rollout`.
         """
         engine.release()
         responder = EngineResponder(
@@ -133,8 +133,8 @@ class ValidationSet:
         """Return the initial state of every episode. Training leaves these states out.
 
         Raises:
-            RolloutError: a reset failed.
-            ValueError: the environment has no `state_key()`.
+            RolloutError: A reset failed.
+            ValueError: The environment has no `state_key()`.
         """
         environments, count = self.proxy.environments, len(self.episode_specs)
         keys: list[str | None] = []

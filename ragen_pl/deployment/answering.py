@@ -43,11 +43,11 @@ class PolicyAnswers:
     """Answers requests with an engine, in one thread.
 
     Args:
-        engine: samples the responses.
-        context: makes the prompts.
-        settings: sampling and length of responses where a request says nothing else, and the largest number of requests
+        engine: Samples the responses.
+        context: Makes the prompts.
+        settings: Sampling and length of responses where a request says nothing else, and the largest number of requests
             that the engine gets at once.
-        histories: calls that requests may continue.
+        histories: Calls that requests may continue.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class PolicyAnswers:
         """Return a request with its prompt.
 
         Raises:
-            RequestError: its sampling parameters are not valid.
-            RequestRefusedError: it has no prompt, or a too long one.
+            RequestError: Its sampling parameters are not valid.
+            RequestRefusedError: It has no prompt, or a too long one.
         """
         client = call.client
         assert client is not None

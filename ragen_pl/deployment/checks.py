@@ -21,7 +21,7 @@ def check_serve(cfg: DictConfig) -> None:
     """Check weights, address and keys.
 
     Raises:
-        ConfigError: with the first thing that is wrong.
+        ConfigError: With the first thing that is wrong.
     """
     check_source(cfg)
     settings = read_settings(ServeSettings, cfg)
@@ -33,7 +33,7 @@ def open_socket(settings: ServeSettings) -> socket.socket:
     """Return a socket that is bound to the address.
 
     Raises:
-        ConfigError: it is taken, or not one of this machine.
+        ConfigError: It is taken, or not one of this machine.
     """
     try:
         return listening_socket(settings.host, settings.port)
@@ -47,7 +47,7 @@ def client_keys(settings: ServeSettings) -> list[str]:
     """Return the keys that clients may send; empty where any may be sent, and none.
 
     Raises:
-        ConfigError: there is none although other machines reach the address, or one is missing or too short.
+        ConfigError: There is none although other machines reach the address, or one is missing or too short.
     """
     if not settings.keys and not is_loopback(settings.host):
         raise ConfigError(

@@ -15,8 +15,8 @@ class Histories:
     A request whose history was dropped is rendered as a whole, as a stateless server renders all of them.
 
     Args:
-        max_calls: calls that are kept, of all keys together.
-        max_bytes: bytes of their ids, images and messages.
+        max_calls: Calls that are kept, of all keys together.
+        max_bytes: Bytes of their ids, images and messages.
     """
 
     def __init__(self, *, max_calls: int, max_bytes: int) -> None:

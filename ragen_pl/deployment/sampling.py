@@ -25,9 +25,9 @@ class Sampling:
     """How a response is sampled.
 
     Attributes:
-        temperature: temperature; 0 is greedy.
-        truncation: ids that sampling keeps; None for all.
-        seed: seed of all random draws.
+        temperature: Temperature; 0 is greedy.
+        truncation: Ids that sampling keeps; None for all.
+        seed: Seed of all random draws.
     """
 
     temperature: float
@@ -39,11 +39,11 @@ def read_sampling(given: Mapping[str, Any], settings: EpisodeSettings) -> Sampli
     """Return the sampling parameters of a request.
 
     Args:
-        given: those that the request has.
-        settings: those of the run.
+        given: Those that the request has.
+        settings: Those of the run.
 
     Raises:
-        RequestError: one is not valid, or cannot be honoured.
+        RequestError: One is not valid, or cannot be honoured.
     """
     for name, neutral in _NEUTRAL.items():
         if given.get(name, neutral) != neutral:

@@ -33,7 +33,7 @@ def serve(cfg: DictConfig) -> None:
     """Load the policy and answer requests until SIGINT or SIGTERM.
 
     Raises:
-        ConfigError: the weights can't be loaded, or the address is taken.
+        ConfigError: The weights can't be loaded, or the address is taken.
     """
     log.info("loading the model")
     bundle = load_bundle(cfg).to(device_named(cfg.device))
@@ -157,9 +157,9 @@ def _taken(events: queue.SimpleQueue[Event], *, wait: bool, short: bool) -> Sequ
     """Return all events that are there.
 
     Args:
-        events: the events.
-        wait: whether to wait for one.
-        short: whether else to wait for a moment.
+        events: The events.
+        wait: Whether to wait for one.
+        short: Whether else to wait for a moment.
     """
     taken = []
     try:

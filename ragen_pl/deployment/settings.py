@@ -16,14 +16,14 @@ class ServeSettings:
     """Keys of `ragen_pl.serve`, beside those of the policy.
 
     Attributes:
-        host: address to listen on; keys are needed for another one than that of this machine itself.
-        port: port to listen on; 0 for any free one.
-        keys: names of environment variables, each with a key that clients may send.
-        served_name: name of the model in requests and answers.
-        open_requests: requests of a key that wait at once; later ones get status 429.
+        host: Address to listen on; keys are needed for another one than that of this machine itself.
+        port: Port to listen on; 0 for any free one.
+        keys: Names of environment variables, each with a key that clients may send.
+        served_name: Name of the model in requests and answers.
+        open_requests: Requests of a key that wait at once; later ones get status 429.
         response_format: `unconstrained` answers requests for JSON freely; null does as in training.
-        history_calls: answered requests that later ones continue without being encoded again.
-        history_mb: their size in MiB.
+        history_calls: Answered requests that later ones continue without being encoded again.
+        history_mb: Their size in MiB.
     """
 
     host: str = "127.0.0.1"

@@ -154,8 +154,8 @@ class GenerationCheck:
     or has reached its length limit without any.
 
     Attributes:
-        allowed: bool `[vocab]`, ids that may be sampled.
-        ends: bool `[vocab]`, ids that end a response.
+        allowed: Bool `[vocab]`, ids that may be sampled.
+        ends: Bool `[vocab]`, ids that end a response.
     """
 
     allowed: np.ndarray
@@ -216,7 +216,7 @@ def _require(holds: np.ndarray, values: np.ndarray, last: np.ndarray | None, pro
     """Raise the problem with the first value for which it does not hold.
 
     Args:
-        holds: bool, for each value.
+        holds: Bool, for each value.
         values: Values of all responses.
         last: Index of the last value of each response; None for one value each.
         problem: What is wrong, in words.

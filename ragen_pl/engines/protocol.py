@@ -390,8 +390,8 @@ def generate(
     """Return the responses to requests, in their order. The arguments are those of `RolloutEngine.submit`.
 
     Raises:
-        RuntimeError: the engine returned no response for some sessions.
-        RolloutError: it returned something else.
+        RuntimeError: The engine returned no response for some sessions.
+        RolloutError: It returned something else.
     """
     # it imports this module
     from ragen_pl.engines.generation_check import InvalidGeneration, finished_responses, refused

@@ -30,16 +30,16 @@ class Step:
     """Values of a step.
 
     Attributes:
-        raw: observation, not read yet.
-        reward: the reward.
-        reward_parts: its named parts; None where the environment names none.
-        terminated: whether the task ended.
-        truncated: whether an external limit was reached.
-        success: whether the task is solved; None where the environment does not say so.
-        action_is_valid: whether the rules allow the action.
-        action_is_effective: whether the action changed the state.
-        answer: what came of the answer to a program's request.
-        info: what came in addition.
+        raw: Observation, not read yet.
+        reward: The reward.
+        reward_parts: Its named parts; None where the environment names none.
+        terminated: Whether the task ended.
+        truncated: Whether an external limit was reached.
+        success: Whether the task is solved; None where the environment does not say so.
+        action_is_valid: Whether the rules allow the action.
+        action_is_effective: Whether the action changed the state.
+        answer: What came of the answer to a program's request.
+        info: What came in addition.
     """
 
     raw: object
@@ -67,7 +67,7 @@ class AnswerReader:
 
     Attributes:
         target: gymnasium id or class path, for messages.
-        blank_images: whether images are replaced by gray ones.
+        blank_images: Whether images are replaced by gray ones.
     """
 
     target: str
@@ -77,7 +77,7 @@ class AnswerReader:
         """Return the observation of a reset, not read yet.
 
         Raises:
-            TypeError: the reset returned something else.
+            TypeError: The reset returned something else.
         """
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
             raise TypeError(
@@ -89,12 +89,12 @@ class AnswerReader:
         """Read the return value of a step.
 
         Args:
-            answer: the five values.
-            reward_range: lowest and highest reward, where the environment declares them.
+            answer: The five values.
+            reward_range: Lowest and highest reward, where the environment declares them.
 
         Raises:
-            TypeError: a value has another type.
-            ValueError: the reward is not finite, outside its range or not the sum of its parts.
+            TypeError: A value has another type.
+            ValueError: The reward is not finite, outside its range or not the sum of its parts.
         """
         if not (isinstance(answer, tuple) and len(answer) == 5 and isinstance(answer[4], dict)):
             raise TypeError(
@@ -129,8 +129,8 @@ class AnswerReader:
         """Read an observation.
 
         Raises:
-            TypeError: it is neither text nor text with images.
-            UnicodeEncodeError: it has a lone surrogate, which no tokenizer can read.
+            TypeError: It is neither text nor text with images.
+            UnicodeEncodeError: It has a lone surrogate, which no tokenizer can read.
         """
         if isinstance(raw, str):
             return Observation(text=_encodable(raw))

@@ -33,7 +33,7 @@ def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
     """Make an environment from the node `env` of a config.
 
     Raises:
-        ConfigError: it does not exist or does not take its settings.
+        ConfigError: It does not exist or does not take its settings.
     """
     return EnvironmentCalls(env).make()
 
@@ -42,7 +42,7 @@ def check_made(env: DictConfig) -> None:
     """Make an environment from the node `env` of a config and close it.
 
     Raises:
-        ConfigError: it does not exist or does not take its settings.
+        ConfigError: It does not exist or does not take its settings.
     """
     calls = EnvironmentCalls(env)
     calls.make()
@@ -53,7 +53,7 @@ class EnvironmentCalls:
     """Call an environment as a run does: in a thread of its own, with the time limits of a run.
 
     Args:
-        env: node `env` of a config.
+        env: Node `env` of a config.
     """
 
     def __init__(self, env: DictConfig) -> None:
@@ -67,11 +67,11 @@ class EnvironmentCalls:
         """Return the result of a call of the environment.
 
         Args:
-            what: the call, for messages; empty for one that names itself.
-            function: makes the call.
+            what: The call, for messages; empty for one that names itself.
+            function: Makes the call.
 
         Raises:
-            ConfigError: it raised, ended the program or took too long.
+            ConfigError: It raised, ended the program or took too long.
         """
         try:
             return self.attempt(what, function)
@@ -87,13 +87,13 @@ class EnvironmentCalls:
         """Return the result of a call of the environment, or raise its own error.
 
         Args:
-            what: as that of `call`.
-            function: makes the call.
-            time_limit_factor: factor of the time limit.
+            what: As that of `call`.
+            function: Makes the call.
+            time_limit_factor: Factor of the time limit.
 
         Raises:
-            ConfigError: it ended the program or took too long.
-            Exception: its own error.
+            ConfigError: It ended the program or took too long.
+            Exception: Its own error.
         """
         (outcome,) = self._workers.run([(0, function)], time_limit_factor=time_limit_factor)
         named = f"{what}: " if what else ""
@@ -117,7 +117,7 @@ class EnvironmentCalls:
         """Make the environment.
 
         Raises:
-            ConfigError: it does not exist or does not take its settings.
+            ConfigError: It does not exist or does not take its settings.
         """
         env, target = self._env, str(self._env.target)
         process, memory_mb = bool(env.get("process")), env.get("memory_mb")

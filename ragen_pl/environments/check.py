@@ -48,7 +48,7 @@ def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
     Scripted policies choose actions in it, and the stages of the curriculum and of the warm start are tried.
 
     Raises:
-        ConfigError: it breaks the protocol; with what was found, what was expected and the remedy.
+        ConfigError: It breaks the protocol; with what was found, what was expected and the remedy.
     """
     calls = EnvironmentCalls(cfg.env)
     try:
@@ -84,9 +84,9 @@ class _Check:
     """The checks of one environment.
 
     Args:
-        cfg: config of a run.
-        calls: makes the environment's calls.
-        env: the environment.
+        cfg: Config of a run.
+        calls: Makes the environment's calls.
+        env: The environment.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class _Check:
         """Play and compare.
 
         Raises:
-            ConfigError: with the first thing that is wrong.
+            ConfigError: With the first thing that is wrong.
         """
         self._require(
             isinstance(self.env, gymnasium.Env),

@@ -35,7 +35,7 @@ def environment_class(target: str) -> Any:
         target: gymnasium id or class path.
 
     Raises:
-        Exception: there is no such environment, or its module raises.
+        Exception: There is no such environment, or its module raises.
     """
     if not is_gymnasium_id(target):
         module, _, name = target.rpartition(".")
@@ -59,8 +59,8 @@ def frequent_words(target: str) -> tuple[str, ...]:
         target: gymnasium id or class path.
 
     Raises:
-        TypeError: they are no tuple or list of texts.
-        Exception: there is no such environment, or its module raises.
+        TypeError: They are no tuple or list of texts.
+        Exception: There is no such environment, or its module raises.
     """
     found = environment_class(target)
     if not isinstance(found, DeclaresWords):

@@ -49,18 +49,18 @@ class HostedEnvironment:
     """An environment in a thread of its own. All methods block.
 
     Args:
-        make: makes the environment.
+        make: Makes the environment.
         target: gymnasium id or class path, for messages.
-        timeout_s: longest time of a reset or a step in seconds; ten times as long for the creation; None for no limit.
+        timeout_s: Longest time of a reset or a step in seconds; ten times as long for the creation; None for no limit.
 
     Attributes:
-        is_over: whether no episode is under way.
-        is_usable: whether it can play another episode.
-        steps: number of steps taken, refused ones among them.
-        repeated: number of steps that were asked for again and answered without being taken.
+        is_over: Whether no episode is under way.
+        is_usable: Whether it can play another episode.
+        steps: Number of steps taken, refused ones among them.
+        repeated: Number of steps that were asked for again and answered without being taken.
 
     Raises:
-        Exception: that of the constructor.
+        Exception: That of the constructor.
     """
 
     def __init__(self, make: Maker, *, target: str, timeout_s: float | None) -> None:
@@ -83,7 +83,7 @@ class HostedEnvironment:
         """Return the answer to a request.
 
         Raises:
-            SessionBroken: infrastructure has failed; the environment is not usable any more.
+            SessionBroken: Infrastructure has failed; the environment is not usable any more.
         """
         kind, data = request.get("type"), request.get("data")
         data = data if isinstance(data, Mapping) else {}
@@ -230,8 +230,8 @@ def error_message(code: str, text: str) -> Message:
     """Return an error as a message.
 
     Args:
-        code: one of OpenEnv's codes.
-        text: what went wrong.
+        code: One of OpenEnv's codes.
+        text: What went wrong.
     """
     return {"type": "error", "data": {"message": text, "code": code}}
 

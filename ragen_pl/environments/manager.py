@@ -46,28 +46,28 @@ class EnvironmentManager:
 
     Args:
         target: gymnasium id (`ragen/FrozenLake-v0`) or class path (`my_package.my_module.MyEnv`).
-        kwargs: arguments of the environment.
-        max_turns: turns of an episode; the limit belongs to the task (`EpisodeStatus.TURN_LIMIT`).
-        max_actions_per_turn: number of actions carried out of one response.
-        format_penalty: amount taken from a turn whose response has no valid action; `auto` for the one that the
+        kwargs: Arguments of the environment.
+        max_turns: Turns of an episode; the limit belongs to the task (`EpisodeStatus.TURN_LIMIT`).
+        max_actions_per_turn: Number of actions carried out of one response.
+        format_penalty: Amount taken from a turn whose response has no valid action; `auto` for the one that the
             environment declares, or 0.05.
-        invalid_ends: whether such a response ends the episode; otherwise the state stays as it is. Where well-formed
+        invalid_ends: Whether such a response ends the episode; otherwise the state stays as it is. Where well-formed
             tool calls beside a malformed one are carried out, the episode goes on.
-        turn_limit_bootstraps: whether the turn limit truncates an episode (`EpisodeStatus.TRUNCATED`).
-        prompt_format: required form of responses.
-        timeout_s: longest time of one reset or one turn in seconds; None for no limit. The creation of an environment
+        turn_limit_bootstraps: Whether the turn limit truncates an episode (`EpisodeStatus.TRUNCATED`).
+        prompt_format: Required form of responses.
+        timeout_s: Longest time of one reset or one turn in seconds; None for no limit. The creation of an environment
             may take ten times as long.
-        workers: number of threads in which environments step; an environment stays in one of them. Several are faster
+        workers: Number of threads in which environments step; an environment stays in one of them. Several are faster
             for environments that wait for other programs or compute outside Python.
-        process: whether each environment runs in a process of its own. One that hangs, crashes or leaks memory then
+        process: Whether each environment runs in a process of its own. One that hangs, crashes or leaks memory then
             costs its own episode; a step costs a round trip more.
-        memory_mb: memory that such a process may allocate in MiB; None for no limit.
-        held_out: keys of initial states that a reset must not draw.
-        held_out_fraction: fraction of the states, by a hash of `state_key()`, that only validation sets begin in, so
+        memory_mb: Memory that such a process may allocate in MiB; None for no limit.
+        held_out: Keys of initial states that a reset must not draw.
+        held_out_fraction: Fraction of the states, by a hash of `state_key()`, that only validation sets begin in, so
             that they and training keep the environment's distribution; None for no such fraction.
-        record_states: whether turns record the `state_key()` they begin in.
-        record_potentials: whether turns record the `potential()` of the state they begin in.
-        blank_images: whether images are replaced by gray ones, to measure what an agent does without them.
+        record_states: Whether turns record the `state_key()` they begin in.
+        record_potentials: Whether turns record the `potential()` of the state they begin in.
+        blank_images: Whether images are replaced by gray ones, to measure what an agent does without them.
     """
 
     @checked

@@ -20,10 +20,10 @@ class EnvironmentMembers:
     A method that is missing or not implemented reads as one that returns None.
 
     Args:
-        env: the environment, with any wrappers.
+        env: The environment, with any wrappers.
 
     Raises:
-        TypeError: from any member, if it has another type.
+        TypeError: From any member, if it has another type.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -134,7 +134,7 @@ class EnvironmentMembers:
         """Return an action that the rules allow: of named ones any, of free texts one that the environment draws.
 
         Raises:
-            TypeError: actions are free text, and the environment has no `random_action`.
+            TypeError: Actions are free text, and the environment has no `random_action`.
         """
         drawn: int | str | None = self._call("random_action", object, rng)
         if drawn is not None:

@@ -41,11 +41,11 @@ def environment_maker(
 
     Args:
         target: gymnasium id or class path.
-        process: whether it makes the environment in a process of its own.
-        memory_mb: memory that such a process may allocate in MiB; None for no limit.
+        process: Whether it makes the environment in a process of its own.
+        memory_mb: Memory that such a process may allocate in MiB; None for no limit.
 
     Raises:
-        ValueError: there is no such environment.
+        ValueError: There is no such environment.
     """
     made: Callable[..., gymnasium.Env[Any, Any]]
     try:
@@ -73,16 +73,16 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
 
     Args:
         target: gymnasium id or class path.
-        kwargs: arguments of the environment.
-        memory_mb: memory that the process may allocate in MiB; None for no limit.
+        kwargs: Arguments of the environment.
+        memory_mb: Memory that the process may allocate in MiB; None for no limit.
 
     Attributes:
-        process: the process.
-        round_trips: number of requests sent to it.
+        process: The process.
+        round_trips: Number of requests sent to it.
 
     Raises:
-        Exception: the environment's own error, from any call.
-        RuntimeError: the process has ended.
+        Exception: The environment's own error, from any call.
+        RuntimeError: The process has ended.
     """
 
     def __init__(

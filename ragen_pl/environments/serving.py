@@ -45,12 +45,12 @@ class ServerSettings:
     """Keys of `server`.
 
     Attributes:
-        host: address that it listens at. Other ones than that of this machine itself need a key in
+        host: Address that it listens at. Other ones than that of this machine itself need a key in
             RAGEN_PL_ENVIRONMENT_KEY.
-        port: port that it listens at; 0 for any free one.
-        sessions: sessions at once, each with an environment.
-        idle_s: seconds without a request after which a session is closed.
-        message_mib: longest message of a client in MiB.
+        port: Port that it listens at; 0 for any free one.
+        sessions: Sessions at once, each with an environment.
+        idle_s: Seconds without a request after which a session is closed.
+        message_mib: Longest message of a client in MiB.
     """
 
     host: str = "127.0.0.1"
@@ -82,15 +82,15 @@ class EnvironmentServer:
     """Sessions with environments.
 
     Args:
-        make: makes an environment.
-        name: name of the environment.
-        target: its gymnasium id or class path.
-        timeout_s: longest time of a reset or a step; None for no limit.
-        settings: limits.
-        key: key that clients have to send as a bearer token; None for none.
+        make: Makes an environment.
+        name: Name of the environment.
+        target: Its gymnasium id or class path.
+        timeout_s: Longest time of a reset or a step; None for no limit.
+        settings: Limits.
+        key: Key that clients have to send as a bearer token; None for none.
 
     Attributes:
-        counts: number of sessions, episodes, steps and refusals since the start.
+        counts: Number of sessions, episodes, steps and refusals since the start.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class EnvironmentServer:
         """Make the first environment.
 
         Raises:
-            Exception: it cannot be made.
+            Exception: It cannot be made.
         """
         first = self._make()
         self._members = first.described()

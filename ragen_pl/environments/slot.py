@@ -28,11 +28,11 @@ class EpisodeSpec:
     """Episode to play. Members of a group share a seed and so an initial state.
 
     Attributes:
-        group: index of the group.
-        member: index in the group.
-        seed: seed of the environment's reset.
-        options: options of the reset.
-        held_out: whether it begins in a state of the held-out fraction (`EnvironmentManager`); None for any state.
+        group: Index of the group.
+        member: Index in the group.
+        seed: Seed of the environment's reset.
+        options: Options of the reset.
+        held_out: Whether it begins in a state of the held-out fraction (`EnvironmentManager`); None for any state.
     """
 
     group: int
@@ -47,18 +47,18 @@ class TurnResult:
     """Outcome of a turn's actions.
 
     Attributes:
-        observation: what the environment shows next.
-        reward_terms: terms `environment` and `format`; a named part of the environment's reward is
+        observation: What the environment shows next.
+        reward_terms: Terms `environment` and `format`; a named part of the environment's reward is
             `environment/<name>`.
-        statements: statements of the response, with the true relations.
-        valid: whether the environment took every action as valid.
-        status: how the episode ended; None while it runs.
-        success: whether the task is solved; None where the environment does not say so.
-        effective: whether an action changed the environment.
-        actions: names or texts of the actions carried out.
-        info: what the last step returned in addition to the observation.
-        error: the environment's error.
-        answer: what came of the answer to a program's request.
+        statements: Statements of the response, with the true relations.
+        valid: Whether the environment took every action as valid.
+        status: How the episode ended; None while it runs.
+        success: Whether the task is solved; None where the environment does not say so.
+        effective: Whether an action changed the environment.
+        actions: Names or texts of the actions carried out.
+        info: What the last step returned in addition to the observation.
+        error: The environment's error.
+        answer: What came of the answer to a program's request.
     """
 
     observation: Observation | None = None
@@ -79,21 +79,21 @@ class EnvironmentSlot:
     """One running environment with the present state of its episode.
 
     Attributes:
-        env: the environment.
-        worker: number of its thread.
-        spec: the episode.
-        observation: the latest observation.
-        action_names: name of each action, by index; None where actions are free text.
-        state_key: key of the present state, where it is recorded.
-        potential: potential of the present state, where it is recorded.
-        state_description: the environment's description of the present state.
-        relations: positions of things, in formats that ask for statements.
-        reward_range: lowest and highest reward of a step, where they are declared.
-        difficulty: difficulty of the initial state.
-        turn: number of turns played.
-        error: the environment's error; a slot with an error is not used again.
-        cause: what that error is blamed on.
-        hangs: whether that was the time limit.
+        env: The environment.
+        worker: Number of its thread.
+        spec: The episode.
+        observation: The latest observation.
+        action_names: Name of each action, by index; None where actions are free text.
+        state_key: Key of the present state, where it is recorded.
+        potential: Potential of the present state, where it is recorded.
+        state_description: The environment's description of the present state.
+        relations: Positions of things, in formats that ask for statements.
+        reward_range: Lowest and highest reward of a step, where they are declared.
+        difficulty: Difficulty of the initial state.
+        turn: Number of turns played.
+        error: The environment's error; a slot with an error is not used again.
+        cause: What that error is blamed on.
+        hangs: Whether that was the time limit.
     """
 
     env: gymnasium.Env[Any, Any]
@@ -143,10 +143,10 @@ class SlotReader:
     All methods raise TypeError or ValueError where an answer or a member breaks the protocol.
 
     Attributes:
-        answers: reads the answers.
-        states: whether `state_key()` is recorded.
-        relations: whether the positions of things are read.
-        potentials: whether `potential()` is recorded.
+        answers: Reads the answers.
+        states: Whether `state_key()` is recorded.
+        relations: Whether the positions of things are read.
+        potentials: Whether `potential()` is recorded.
     """
 
     answers: AnswerReader

@@ -144,11 +144,11 @@ def files_of(name: str, *, images: bool) -> dict[str, str]:
     """Return the text of each file of a new environment, by its path.
 
     Args:
-        name: name of its module.
-        images: whether its observations are images.
+        name: Name of its module.
+        images: Whether its observations are images.
 
     Raises:
-        ConfigError: no module can have this name, or another module or environment has it.
+        ConfigError: No module can have this name, or another module or environment has it.
     """
     place = f"NAME={name}"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
@@ -179,12 +179,12 @@ def write(name: str, *, images: bool, folder: Path) -> list[Path]:
     """Write the files of a new environment and return their paths.
 
     Args:
-        name: name of its module.
-        images: whether its observations are images.
-        folder: folder of the module.
+        name: Name of its module.
+        images: Whether its observations are images.
+        folder: Folder of the module.
 
     Raises:
-        ConfigError: the name is taken, or a file is there already; nothing is written then.
+        ConfigError: The name is taken, or a file is there already; nothing is written then.
     """
     texts = {folder / file: text for file, text in files_of(name, images=images).items()}
     for path in texts:

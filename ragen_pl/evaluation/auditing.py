@@ -81,11 +81,11 @@ class TurnEffect:
     """The measured effect of a turn.
 
     Attributes:
-        episode: index of the episode.
-        turn: index of the turn in it.
-        group: group of the episode.
+        episode: Index of the episode.
+        turn: Index of the turn in it.
+        group: Group of the episode.
         effect: Q(s, a) - V(s), in units of the undiscounted return.
-        variance: squared standard error of `effect`.
+        variance: Squared standard error of `effect`.
     """
 
     episode: int
@@ -101,11 +101,11 @@ class Agreement:
 
     Attributes:
         correlation: Pearson's, over all turns.
-        low: lower end of its 95% interval, by the bootstrap over groups.
-        high: upper end.
-        exact: the correlation with effects that had no noise of their own (Spearman's correction for attenuation), NaN
+        low: Lower end of its 95% interval, by the bootstrap over groups.
+        high: Upper end.
+        exact: The correlation with effects that had no noise of their own (Spearman's correction for attenuation), NaN
             where the effects are nothing but noise.
-        signal_to_noise: variance of the advantages that the effects explain, over the rest of it; likewise.
+        signal_to_noise: Variance of the advantages that the effects explain, over the rest of it; likewise.
     """
 
     correlation: float
@@ -126,10 +126,10 @@ class Audit:
     """Figures of an audit.
 
     Attributes:
-        effects: the turns that were measured.
-        advantages: of these turns, by the name of the algorithm.
-        agreements: by the name of the algorithm, the largest first, `chance` the last.
-        reliability: part of the effects' variance that is not noise of the continuations.
+        effects: The turns that were measured.
+        advantages: Of these turns, by the name of the algorithm.
+        agreements: By the name of the algorithm, the largest first, `chance` the last.
+        reliability: Part of the effects' variance that is not noise of the continuations.
     """
 
     effects: list[TurnEffect]
@@ -142,10 +142,10 @@ def audit(cfg: DictConfig) -> Audit:
     """Audit a checkpoint, print the figures and write them.
 
     Args:
-        cfg: settings of `conf/audit.yaml`.
+        cfg: Settings of `conf/audit.yaml`.
 
     Raises:
-        ConfigError: the checkpoint is of no run of one's own, an algorithm does not exist, or the environment can't be
+        ConfigError: The checkpoint is of no run of one's own, an algorithm does not exist, or the environment can't be
             brought to a state again.
     """
     checkpoint = find_checkpoint(cfg.ckpt, root=cfg.paths.root, run_dir=cfg.paths.run_dir)
@@ -252,14 +252,14 @@ def measured_effects(
     The first state of a group is that of all its members, and measured once.
 
     Args:
-        proxy: plays the continuations.
-        responder: the policy.
-        episodes: episodes of the policy.
-        continuations: episodes from each state.
-        seed: seed of the audit.
+        proxy: Plays the continuations.
+        responder: The policy.
+        episodes: Episodes of the policy.
+        continuations: Episodes from each state.
+        seed: Seed of the audit.
 
     Raises:
-        ConfigError: an environment does not come to the same state by the same responses.
+        ConfigError: An environment does not come to the same state by the same responses.
     """
     states = {
         (spec.group, -1 if turn == 0 else number, turn): (spec, trajectory.turns[:turn])
@@ -393,9 +393,9 @@ def compared(
     """Compare advantages of turns with their effects, the turns of a group as one in the bootstrap.
 
     Args:
-        effects: effects of turns.
-        advantages: advantages of these turns by the name of the algorithm.
-        seed: seed of the bootstrap and of the advantages by chance.
+        effects: Effects of turns.
+        advantages: Advantages of these turns by the name of the algorithm.
+        seed: Seed of the bootstrap and of the advantages by chance.
     """
     random = np.random.default_rng(derive_seed(seed, "audit", "bootstrap"))
     effect = np.array([one.effect for one in effects])

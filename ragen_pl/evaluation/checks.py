@@ -26,7 +26,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     """Check weights, validation sets and tracking.
 
     Raises:
-        ConfigError: with the first thing that is wrong.
+        ConfigError: With the first thing that is wrong.
     """
     if cfg.endpoint is None:
         check_source(cfg, instead="model=… for an untrained model, or endpoint=openai")
@@ -55,7 +55,7 @@ def check_export(cfg: DictConfig) -> None:
     """Check weights and the folder to write.
 
     Raises:
-        ConfigError: with the first thing that is wrong.
+        ConfigError: With the first thing that is wrong.
     """
     check_source(cfg)
     folder = check_new_folder(cfg.to, overwrite=cfg.overwrite)
@@ -67,11 +67,11 @@ def check_source(cfg: DictConfig, *, instead: str = "model=… for an untrained 
     """Check that there are weights.
 
     Args:
-        cfg: settings as `resolve_settings` makes them.
-        instead: what may be given in place of weights.
+        cfg: Settings as `resolve_settings` makes them.
+        instead: What may be given in place of weights.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: There are none.
     """
     if not has_weights(cfg):
         raise ConfigError(_NO_WEIGHTS + instead)

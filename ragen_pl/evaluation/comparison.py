@@ -63,17 +63,17 @@ class Comparison:
     """Metrics of two sides on the same episodes.
 
     Attributes:
-        sides: folders of each side.
-        iterations: iterations before the validation of each run of each side; None for evaluations.
-        episodes: number of compared episodes of a run.
-        states: number of different initial states among them.
-        failed: number of episodes left out since one of the runs failed in them.
-        same_seeds: whether the runs of both sides are pairs too.
-        metrics: by name of `METRICS`.
-        costs: mean over the runs of each side, by name of `COSTS`.
-        only: of one run on each side, episodes that only the first and only the second solved, and the p-value of the
+        sides: Folders of each side.
+        iterations: Iterations before the validation of each run of each side; None for evaluations.
+        episodes: Number of compared episodes of a run.
+        states: Number of different initial states among them.
+        failed: Number of episodes left out since one of the runs failed in them.
+        same_seeds: Whether the runs of both sides are pairs too.
+        metrics: By name of `METRICS`.
+        costs: Mean over the runs of each side, by name of `COSTS`.
+        only: Of one run on each side, episodes that only the first and only the second solved, and the p-value of the
             states' signs; None for several runs.
-        notes: sentences about the comparison.
+        notes: Sentences about the comparison.
     """
 
     sides: tuple[list[str], list[str]]
@@ -92,12 +92,12 @@ def compare(run: Sequence[str], other: Sequence[str], question: Question) -> Com
     """Compare two sides, each of one run or of several, such as those of other seeds.
 
     Args:
-        run: folders of the first side.
-        other: folders of the second side, which is subtracted.
-        question: what is compared.
+        run: Folders of the first side.
+        other: Folders of the second side, which is subtracted.
+        question: What is compared.
 
     Raises:
-        ConfigError: they have not played the same held-out episodes, or what they have written can't be read.
+        ConfigError: They have not played the same held-out episodes, or what they have written can't be read.
     """
     named = {"run": run, "with": other}
     sides = [
@@ -120,7 +120,7 @@ def compare_played(
     """Compare two sides that have played the same episodes.
 
     Raises:
-        ConfigError: every episode failed in some run.
+        ConfigError: Every episode failed in some run.
     """
     played = [*left, *right]
     keys = [

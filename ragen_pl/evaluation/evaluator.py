@@ -61,8 +61,8 @@ class Evaluation:
     """Results of an evaluation, in the form of `evaluation.json`.
 
     Attributes:
-        about: weights, sampling parameters and seed.
-        validation_sets: settings and metrics by the validation set's name.
+        about: Weights, sampling parameters and seed.
+        validation_sets: Settings and metrics by the validation set's name.
     """
 
     about: dict[str, Any]
@@ -90,10 +90,10 @@ class Evaluator:
     """Evaluation of one model on validation sets.
 
     Args:
-        cfg: settings of `conf/evaluate.yaml`.
-        bundle: model of the policy; None to evaluate an endpoint only.
-        folder: folder for the episodes.
-        endpoint: model behind an API.
+        cfg: Settings of `conf/evaluate.yaml`.
+        bundle: Model of the policy; None to evaluate an endpoint only.
+        folder: Folder for the episodes.
+        endpoint: Model behind an API.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Evaluator:
         """Yield the episodes of every policy on every validation set, the warm start last.
 
         Raises:
-            ConfigError: the model can't play a validation set.
+            ConfigError: The model can't play a validation set.
         """
         validation_sets = validation_settings(self.cfg)
         for settings in validation_sets:
@@ -236,7 +236,7 @@ class Evaluator:
         """Add the metrics of episodes to the evaluation.
 
         Raises:
-            ConfigError: every episode failed.
+            ConfigError: Every episode failed.
         """
         settings, trajectories = played.settings, played.trajectories
         errors = errors_of(trajectories)
@@ -288,7 +288,7 @@ def evaluate(cfg: DictConfig) -> Evaluation:
     """Play all validation sets, print and write the tables, log them under the training run.
 
     Raises:
-        ConfigError: the weights can't be loaded, or a validation set can't be played.
+        ConfigError: The weights can't be loaded, or a validation set can't be played.
     """
     endpoint, bundle = build_endpoint(cfg), None
     if has_weights(cfg):

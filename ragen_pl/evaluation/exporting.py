@@ -54,7 +54,7 @@ def export(cfg: DictConfig) -> Path:
     """Write model, tokenizer, processor and settings, or the adapters alone, and return the folder.
 
     Raises:
-        ConfigError: a weight is not finite, or `adapters` are wanted of a policy that has none, that trained other
+        ConfigError: A weight is not finite, or `adapters` are wanted of a policy that has none, that trained other
             weights too or whose adapters changed the weights under them.
     """
     bundle = load_bundle(cfg)

@@ -52,9 +52,9 @@ def log_evaluation(
     set's written episodes as traces.
 
     Args:
-        validation_sets: settings and metrics as in `evaluation.json`.
-        cfg: settings of the evaluation.
-        folder: folder of the evaluation's files.
+        validation_sets: Settings and metrics as in `evaluation.json`.
+        cfg: Settings of the evaluation.
+        folder: Folder of the evaluation's files.
         run: `run_id` and `tracking_uri` of the training run; None if it was not logged to MLflow.
 
     Raises:

@@ -46,12 +46,12 @@ class Question:
     """What is compared, and how.
 
     Attributes:
-        which: validation of a run: `last`, `best`, or the number of iterations before it.
-        set: name of the validation set.
-        may_differ: settings of the episodes that may differ between the runs, such as `env.max_turns`.
-        overlap: whether initial states are compared too that training may have used.
-        resamples: resamples of the bootstrap.
-        seed: seed of the bootstrap.
+        which: Validation of a run: `last`, `best`, or the number of iterations before it.
+        set: Name of the validation set.
+        may_differ: Settings of the episodes that may differ between the runs, such as `env.max_turns`.
+        overlap: Whether initial states are compared too that training may have used.
+        resamples: Resamples of the bootstrap.
+        seed: Seed of the bootstrap.
     """
 
     which: Literal["last", "best"] | CountOrZero = "last"
@@ -67,14 +67,14 @@ class Played:
     """The episodes of one run.
 
     Attributes:
-        place: the folder as it was named.
-        folder: the run's folder, None for that of an evaluation.
-        file: what was read.
-        seed: seed of the run, None where it is unknown.
-        panel: settings that the episodes depend on, by dotted key.
-        disjoint: whether training had none of the initial states.
-        outcomes: the episodes by seed of the initial state and member.
-        cost: what the run had taken, empty for an evaluation.
+        place: The folder as it was named.
+        folder: The run's folder, None for that of an evaluation.
+        file: What was read.
+        seed: Seed of the run, None where it is unknown.
+        panel: Settings that the episodes depend on, by dotted key.
+        disjoint: Whether training had none of the initial states.
+        outcomes: The episodes by seed of the initial state and member.
+        cost: What the run had taken, empty for an evaluation.
     """
 
     place: str
@@ -91,12 +91,12 @@ def read_played(place: str, question: Question, *, key: str) -> Played:
     """Return the episodes of a run or an evaluation.
 
     Args:
-        place: its folder.
-        question: which validation.
-        key: the setting that names the folder, for error messages.
+        place: Its folder.
+        question: Which validation.
+        key: The setting that names the folder, for error messages.
 
     Raises:
-        ConfigError: there are none, or they can't be read.
+        ConfigError: There are none, or they can't be read.
     """
     folder, named = Path(place).expanduser().absolute(), f"{key}={place}"
     if Path(question.set).name != question.set:
@@ -269,7 +269,7 @@ def check_comparable(sides: Sequence[Sequence[Played]], question: Question) -> N
     """Check that all runs have played the same episodes, which training had none of.
 
     Raises:
-        ConfigError: with the first thing that is wrong.
+        ConfigError: With the first thing that is wrong.
     """
     first, *others = played = [one for side in sides for one in side]
     files = [one.file.resolve() for one in played]

@@ -19,9 +19,9 @@ class SamplingSettings:
     """Keys of an evaluation's configuration itself.
 
     Attributes:
-        samples: episodes from each initial state.
-        greedy: take the most probable tokens; None does where `samples` is 1.
-        pass_at: the k of pass@k; None for the powers of two up to `samples`, none for one sample.
+        samples: Episodes from each initial state.
+        greedy: Take the most probable tokens; None does where `samples` is 1.
+        pass_at: The k of pass@k; None for the powers of two up to `samples`, none for one sample.
     """
 
     samples: Annotated[int, Ge(1), Note("episodes from each initial state")] = 1

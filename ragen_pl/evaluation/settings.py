@@ -61,11 +61,11 @@ class Source:
     """Keys of `source`: origin of the weights, as `resolve_settings` finds it.
 
     Attributes:
-        checkpoint: the checkpoint; null without one.
-        run: folder of its run.
-        untrained: whether the model's first weights are used instead.
-        held_out: number of initial states that training held out.
-        environment: the environment that they belong to.
+        checkpoint: The checkpoint; null without one.
+        run: Folder of its run.
+        untrained: Whether the model's first weights are used instead.
+        held_out: Number of initial states that training held out.
+        environment: The environment that they belong to.
     """
 
     checkpoint: str | None = None
@@ -79,7 +79,7 @@ def resolve_evaluation(args: argparse.Namespace) -> list[str]:
     """Return the overrides of an evaluation as `resolve_settings` does, with `logger=none` as `mlflow=false`.
 
     Raises:
-        ConfigError: as `resolve_settings`, or another logger than MLflow is given.
+        ConfigError: As `resolve_settings`, or another logger than MLflow is given.
     """
     overrides = []
     for line in args.overrides:
@@ -102,7 +102,7 @@ def resolve_settings(args: argparse.Namespace) -> list[str]:
         args: Hydra's parsed command line.
 
     Raises:
-        ConfigError: a checkpoint does not exist, or required settings are missing.
+        ConfigError: A checkpoint does not exist, or required settings are missing.
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(args.overrides))
@@ -178,7 +178,7 @@ def _check_foreign(
     """Check the settings that come from a file of somebody else: those that the command line did not choose.
 
     Raises:
-        ConfigError: they name code or an address, or run code of a model.
+        ConfigError: They name code or an address, or run code of a model.
     """
     parts = {"env": ("env", "validation"), "model": ("model",)}
     chosen = {part for name, of in parts.items() if _value(overrides, name) for part in of}
@@ -218,10 +218,10 @@ def _apply_checkpoint(
     """Replace default settings by those of a checkpoint.
 
     Args:
-        settings: settings to change.
-        checkpoint: the checkpoint.
-        trained: its own settings, empty if its run is unknown.
-        keep_env: whether the command line chose the environment.
+        settings: Settings to change.
+        checkpoint: The checkpoint.
+        trained: Its own settings, empty if its run is unknown.
+        keep_env: Whether the command line chose the environment.
     """
     if trained:
         _apply_run(settings, trained, keep_env=keep_env)

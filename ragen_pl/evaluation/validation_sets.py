@@ -17,11 +17,11 @@ class ValidationSettings:
     """Settings of a validation set.
 
     Attributes:
-        name: name of the validation set.
-        env: settings of its environment.
-        episodes: number of initial states.
-        key: key that the seeds of the initial states are derived from.
-        options: options of each reset.
+        name: Name of the validation set.
+        env: Settings of its environment.
+        episodes: Number of initial states.
+        key: Key that the seeds of the initial states are derived from.
+        options: Options of each reset.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ValidationSettings:
         Training holds out those of its own validation set in its own environment.
 
         Args:
-            source: origin of the weights, as `resolve_settings` stores it.
+            source: Origin of the weights, as `resolve_settings` stores it.
         """
         same = self.key == "held_out" and not self.options
         if not same or environment_key(self.env) != source.environment:

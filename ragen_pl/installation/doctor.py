@@ -56,11 +56,11 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        name: name of the check.
-        found: state that was found.
-        ok: whether it is sufficient.
-        needed: whether the main job needs it.
-        hint: remedy.
+        name: Name of the check.
+        found: State that was found.
+        ok: Whether it is sufficient.
+        needed: Whether the main job needs it.
+        hint: Remedy.
     """
 
     name: str

@@ -40,7 +40,7 @@ class RolloutCallback(pl.Callback):
     """Callback with hooks for the rollout phase. The loop calls them between Lightning's own hooks.
 
     Attributes:
-        in_warm_start: use this callback in the warm start's Trainer too.
+        in_warm_start: Use this callback in the warm start's Trainer too.
     """
 
     in_warm_start: bool = False

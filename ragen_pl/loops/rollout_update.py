@@ -349,7 +349,7 @@ class RolloutUpdate(pl.Callback):
     """Install the rollout/update loop: `Trainer(callbacks=[RolloutUpdate()])`.
 
     Args:
-        validate_first: play the validation sets before the first iteration too.
+        validate_first: Play the validation sets before the first iteration too.
     """
 
     def __init__(self, *, validate_first: bool = True) -> None:

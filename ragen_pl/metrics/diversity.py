@@ -32,7 +32,7 @@ class ResponseDiversity(Metric):
     """Counts of distinct responses, thoughts and actions, from digests: ranks need not exchange texts.
 
     Args:
-        over_ranks: whether `compute` counts the responses of all ranks, or of this process alone.
+        over_ranks: Whether `compute` counts the responses of all ranks, or of this process alone.
     """
 
     full_state_update = False

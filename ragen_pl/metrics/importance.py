@@ -34,9 +34,9 @@ class ImportanceStatistics(NamedSums):
         """Add the positions of a kind.
 
         Args:
-            kind: one of `KINDS`.
-            scores: importance scores, `[rows, time]`.
-            positions: the kind's positions, bool `[rows, time]`.
+            kind: One of `KINDS`.
+            scores: Importance scores, `[rows, time]`.
+            positions: The kind's positions, bool `[rows, time]`.
             before: M_loss before the importance mask, for sampled tokens, bool `[rows, time]`.
             after: M_loss after the importance mask, bool `[rows, time]`.
         """

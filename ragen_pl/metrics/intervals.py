@@ -29,7 +29,7 @@ def clustered(successes: Sequence[Sequence[bool]]) -> Proportion:
     number of samples.
 
     Args:
-        successes: for each group, whether each of its samples succeeded.
+        successes: For each group, whether each of its samples succeeded.
     """
     means = [sum(samples) / len(samples) for samples in successes]
     count, total = len(means), sum(map(len, successes))
@@ -48,7 +48,7 @@ def pass_at(k: int, *, samples: int, successes: int) -> float:
     The unbiased estimator `1 - C(n - c, k) / C(n, k)` of n samples, c of them successes.
 
     Raises:
-        ValueError: there are fewer samples than k.
+        ValueError: There are fewer samples than k.
 
     >>> pass_at(1, samples=4, successes=1), pass_at(2, samples=4, successes=1)
     (0.25, 0.5)
@@ -71,7 +71,7 @@ def validation_metrics(
     equal ones as samples of a group.
 
     Raises:
-        ValueError: every episode failed.
+        ValueError: Every episode failed.
     """
     groups = _successes_by_group(trajectories)
     if not groups:

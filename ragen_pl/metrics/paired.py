@@ -33,9 +33,9 @@ class Paired:
     """A metric of two sides and their difference.
 
     Attributes:
-        left: of the first side.
-        right: of the second side.
-        difference: of the first less the second.
+        left: Of the first side.
+        right: Of the second side.
+        difference: Of the first less the second.
     """
 
     left: Estimate
@@ -73,16 +73,16 @@ def paired_difference(
     of each side. A side of one run has nothing to draw: its interval is that of this run.
 
     Args:
-        left: values of the first side, `[runs, episodes]`.
-        right: values of the second side, `[runs, episodes]`.
-        states: initial state of each episode, the same for all runs.
-        same_seeds: whether the runs of both sides are pairs too, as those from the same seeds; they are then drawn
+        left: Values of the first side, `[runs, episodes]`.
+        right: Values of the second side, `[runs, episodes]`.
+        states: Initial state of each episode, the same for all runs.
+        same_seeds: Whether the runs of both sides are pairs too, as those from the same seeds; they are then drawn
             together.
-        resamples: number of resamples.
-        seed: seed of the draws.
+        resamples: Number of resamples.
+        seed: Seed of the draws.
 
     Raises:
-        ValueError: there are no episodes, or the shapes don't fit.
+        ValueError: There are no episodes, or the shapes don't fit.
     """
     if left.shape[1] != right.shape[1] or left.shape[1] != len(states) or not len(states):
         raise ValueError(

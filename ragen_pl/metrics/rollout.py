@@ -105,7 +105,7 @@ class RolloutStatistics(NamedSums):
     """Sums over trajectories; a group must not be split over ranks.
 
     Args:
-        over_ranks: whether `compute` adds up the sums of all ranks, or returns those of this process alone.
+        over_ranks: Whether `compute` adds up the sums of all ranks, or returns those of this process alone.
     """
 
     def __init__(self, *, over_ranks: bool = True) -> None:

@@ -18,9 +18,9 @@ class NamedSums(Metric):
     The ranks synchronize one vector of all sums.
 
     Args:
-        names: names of the sums.
-        maxima: names of the maxima.
-        over_ranks: whether `compute` adds up the sums of all ranks, or returns those of this process alone.
+        names: Names of the sums.
+        maxima: Names of the maxima.
+        over_ranks: Whether `compute` adds up the sums of all ranks, or returns those of this process alone.
     """
 
     full_state_update = False

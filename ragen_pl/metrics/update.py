@@ -25,7 +25,7 @@ class UpdateStatistics(NamedSums):
         """Return the metrics of an update phase.
 
         Args:
-            steps: number of optimizer steps with a trained token.
+            steps: Number of optimizer steps with a trained token.
         """
         total = self.compute()
         metrics = {name: ratio(total[name], total["tokens"]) for name in _PER_TOKEN}

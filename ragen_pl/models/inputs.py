@@ -228,7 +228,7 @@ def whole_inputs(
         ids: int64 `[rows, time]`.
         images: RGB images, each uint8 `[height, width, 3]`, or their features.
         image_index: int64 `[rows, images]`, indices into `images`, -1 for none.
-        patches: bool `[rows, images, patches]`, the patches shown; `[rows, 0, 0]` if all are.
+        patches: Bool `[rows, images, patches]`, the patches shown; `[rows, 0, 0]` if all are.
     """
     present = image_index >= 0
     shown_images = image_index[present]
@@ -260,7 +260,7 @@ def _rope_positions(
         bundle: Model.
         ids: int64 `[rows, time]`.
         features: Features of the image tokens; None without images.
-        new: bool `[rows, time]`, False on padding; None without padding on the left.
+        new: Bool `[rows, time]`, False on padding; None without padding on the left.
     """
     if features is None:
         counted = torch.ones_like(ids) if new is None else new.long()
@@ -289,7 +289,7 @@ def continued_inputs(
     Args:
         bundle: Model.
         new_ids: New ids of each row, int64.
-        valid: bool `[rows, slots]`, the cache's slots that hold a token of the row.
+        valid: Bool `[rows, slots]`, the cache's slots that hold a token of the row.
         next_position: int64 `[rows]`, position of each row's first new id.
         features: Features of all image tokens in the new ids; None without images.
 
@@ -328,7 +328,7 @@ def token_inputs(
         bundle: Model.
         tokens: int64 `[rows]`.
         positions: int64 `[rows]`.
-        valid: bool `[rows, slots]`, slots to attend to, the new one included; None for all.
+        valid: Bool `[rows, slots]`, slots to attend to, the new one included; None for all.
     """
     at = positions[:, None]
     return DecoderInputs(
@@ -390,7 +390,7 @@ def _masks(bundle: ModelBundle, valid: Tensor, new_ids: Tensor) -> Mask:
 
     Args:
         bundle: Model.
-        valid: bool `[rows, slots]`.
+        valid: Bool `[rows, slots]`.
         new_ids: int64 `[rows, new]`.
     """
     slots, new = valid.shape[1], new_ids.shape[1]
@@ -415,9 +415,9 @@ def _by_layer_type(
 
     Args:
         bundle: Model.
-        allowed: bool `[rows, 1, new, slots]`, for full attention.
-        valid: bool `[rows, slots]`, slots that hold a token of the row.
-        same_image: bool `[rows, 1, new, slots]`, slots of the same image; None without images.
+        allowed: Bool `[rows, 1, new, slots]`, for full attention.
+        valid: Bool `[rows, slots]`, slots that hold a token of the row.
+        same_image: Bool `[rows, 1, new, slots]`, slots of the same image; None without images.
     """
     facts = bundle.facts
     types, window = facts.layer_types, facts.sliding_window

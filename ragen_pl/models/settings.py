@@ -26,12 +26,12 @@ class VisionSettings(TypedDict, total=False):
     """Settings of the image encoder.
 
     Attributes:
-        patch_size: side of a patch in pixels.
-        width: size of the features.
-        depth: number of timm blocks.
-        heads: number of attention heads.
-        mlp_ratio: hidden size of a block's MLP as a multiple of `width`.
-        max_cells: number of patches along a side that images may have.
+        patch_size: Side of a patch in pixels.
+        width: Size of the features.
+        depth: Number of timm blocks.
+        heads: Number of attention heads.
+        mlp_ratio: Hidden size of a block's MLP as a multiple of `width`.
+        max_cells: Number of patches along a side that images may have.
     """
 
     patch_size: Count
@@ -46,12 +46,12 @@ class DecoderSettings(TypedDict, total=False):
     """Settings of the decoder that are checked early; others are those of its transformers config.
 
     Attributes:
-        hidden_size: size of the hidden states.
-        intermediate_size: hidden size of a layer's MLP.
-        num_hidden_layers: number of layers.
-        num_attention_heads: number of attention heads.
-        num_key_value_heads: number of heads of keys and values.
-        max_position_embeddings: longest sequence.
+        hidden_size: Size of the hidden states.
+        intermediate_size: Hidden size of a layer's MLP.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Number of attention heads.
+        num_key_value_heads: Number of heads of keys and values.
+        max_position_embeddings: Longest sequence.
     """
 
     hidden_size: Count

@@ -37,10 +37,10 @@ class Truncation:
     Applied after temperature and bans, in vLLM's order: `min_p`, then `top_k`, then `top_p` of what they leave.
 
     Attributes:
-        top_p: smallest set of the most probable ids with at least this probability (Holtzman et al., 2020); 1 for all.
-        top_k: number of the most probable ids (Fan et al., 2018), and those as probable as the last of them; None for
+        top_p: Smallest set of the most probable ids with at least this probability (Holtzman et al., 2020); 1 for all.
+        top_k: Number of the most probable ids (Fan et al., 2018), and those as probable as the last of them; None for
             all.
-        min_p: least probability, as a fraction of that of the most probable id (Nguyen et al., 2024); 0 for all.
+        min_p: Least probability, as a fraction of that of the most probable id (Nguyen et al., 2024); 0 for all.
     """
 
     top_p: PositiveFraction = 1.0

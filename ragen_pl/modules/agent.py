@@ -59,18 +59,18 @@ class AgentModule(GuardedModule):
     """Train a policy, and a critic where the estimator needs one, on its own trajectories.
 
     Args:
-        policy: policy that plays and is trained.
-        critic: critic; None for estimators that need no values.
-        estimator: estimator of advantages and returns.
+        policy: Policy that plays and is trained.
+        critic: Critic; None for estimators that need no values.
+        estimator: Estimator of advantages and returns.
         masks: M_loss and M_adv.
-        loss: loss of the update's steps.
-        optimizer: builds one optimizer from the named parameter groups `policy` and `critic`.
-        engine: builds the rollout engine of the policy.
-        normalizer: normalizer of the episodes' returns; None to leave them.
-        optimization: learning rates over iterations, and precision of the weights; None for the defaults.
-        critic_learning_rate: learning rate of the critic; None for the policy's.
-        update: sizes of forward passes, and steps that may be skipped; None for the defaults.
-        truncation: ids that the rollouts' sampling keeps; None for all.
+        loss: Loss of the update's steps.
+        optimizer: Builds one optimizer from the named parameter groups `policy` and `critic`.
+        engine: Builds the rollout engine of the policy.
+        normalizer: Normalizer of the episodes' returns; None to leave them.
+        optimization: Learning rates over iterations, and precision of the weights; None for the defaults.
+        critic_learning_rate: Learning rate of the critic; None for the policy's.
+        update: Sizes of forward passes, and steps that may be skipped; None for the defaults.
+        truncation: Ids that the rollouts' sampling keeps; None for all.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class LeavesEmptySteps(pl.LightningModule):
     change. A schedule by steps does not count a step without any group.
 
     Attributes:
-        empty_steps: number of steps without a token, by group, of the update phase.
+        empty_steps: Number of steps without a token, by group, of the update phase.
     """
 
     def __init__(self) -> None:

@@ -155,7 +155,7 @@ class SavesTrainedWeights(pl.LightningModule):
         """Check that the trained weights are finite. All ranks must call it.
 
         Raises:
-            NonFiniteError: one is not, on any rank.
+            NonFiniteError: One is not, on any rank.
         """
         frozen = frozen_names(self)
         found = first_non_finite(
@@ -176,7 +176,7 @@ class SavesTrainedWeights(pl.LightningModule):
         """Leave out frozen weights.
 
         Raises:
-            NonFiniteError: a weight is not finite, and nothing is to be written.
+            NonFiniteError: A weight is not finite, and nothing is to be written.
         """
         self.check_weights()
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])

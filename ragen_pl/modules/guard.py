@@ -53,11 +53,11 @@ class SkippedSteps:
     """Counts skipped optimizer steps and says when there are too many.
 
     Attributes:
-        limit: skipped steps in a row that are too many. So is 1% of the last 1,000 steps, if that is more.
-        steps: number of steps, skipped ones included.
-        in_a_row: skipped steps since the last one that was not.
-        in_phase: skipped steps of the present update phase.
-        recent: numbers of the skipped steps among the last 1,000.
+        limit: Skipped steps in a row that are too many. So is 1% of the last 1,000 steps, if that is more.
+        steps: Number of steps, skipped ones included.
+        in_a_row: Skipped steps since the last one that was not.
+        in_phase: Skipped steps of the present update phase.
+        recent: Numbers of the skipped steps among the last 1,000.
     """
 
     limit: int
@@ -97,7 +97,7 @@ class SkippedStepsError(NonFiniteError):
     """Too many optimizer steps were skipped.
 
     Attributes:
-        record: file of the last one, of the rank where its first number is that is not finite; None without a file.
+        record: File of the last one, of the rank where its first number is that is not finite; None without a file.
     """
 
     on_all_ranks = True
@@ -115,11 +115,11 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
     and end no run while the scale is above 1.
 
     Args:
-        max_skipped_steps: skipped steps in a row that end the run. So does 1% of the last 1,000, if that is more.
+        max_skipped_steps: Skipped steps in a row that end the run. So does 1% of the last 1,000, if that is more.
 
     Attributes:
-        skipped: counts of skipped steps.
-        gradient_norms: largest norm of each group in the update phase, NaN if one was.
+        skipped: Counts of skipped steps.
+        gradient_norms: Largest norm of each group in the update phase, NaN if one was.
     """
 
     @checked
@@ -177,7 +177,7 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
         own norm and added.
 
         Raises:
-            SkippedStepsError: too many steps were skipped.
+            SkippedStepsError: Too many steps were skipped.
         """
         self.leave_empty_groups(optimizer)
         groups = self.clipped_groups(optimizer)

@@ -51,21 +51,21 @@ class ReferenceKL:
     With a `coefficient` of 0 the reference is kept and not scored, so the penalty can be switched on later.
 
     Attributes:
-        coefficient: weight of the penalty.
-        estimator: measure of the divergence.
-        mask: tokens that the penalty applies to.
-        aggregation: how the divergences of tokens are averaged in the loss.
-        place: in the loss or in the reward.
-        reference: how the reference is built and how it follows the policy; None for no penalty, which keeps none.
-        clip_norm: largest norm of the penalty's gradient in the loss, which is then clipped apart from that of the
+        coefficient: Weight of the penalty.
+        estimator: Measure of the divergence.
+        mask: Tokens that the penalty applies to.
+        aggregation: How the divergences of tokens are averaged in the loss.
+        place: In the loss or in the reward.
+        reference: How the reference is built and how it follows the policy; None for no penalty, which keeps none.
+        clip_norm: Largest norm of the penalty's gradient in the loss, which is then clipped apart from that of the
             other terms and takes a second backward pass; None for one norm of all terms.
-        bound: largest log ratio of a token in the reward, either way; None for no bound.
-        top_k: number of most likely tokens that a sum over the vocabulary tells apart, where all others are one
+        bound: Largest log ratio of a token in the reward, either way; None for no bound.
+        top_k: Number of most likely tokens that a sum over the vocabulary tells apart, where all others are one
             outcome; None for all.
-        top_k_of: whose most likely tokens these are.
+        top_k_of: Whose most likely tokens these are.
 
     Raises:
-        ValueError: the penalty is in the reward with another estimator than k1 or with `clip_norm`, in the loss with a
+        ValueError: The penalty is in the reward with another estimator than k1 or with `clip_norm`, in the loss with a
             `bound`, has a coefficient and no reference, or `top_k` and no sum over the vocabulary.
     """
 
@@ -132,8 +132,8 @@ class TextPrediction:
     both weights 0 it is only measured: `rollout/observation_nll`, `rollout/result_nll`.
 
     Attributes:
-        observation: weight of what the environment shows in the user's block.
-        result: weight of the results of tool calls.
+        observation: Weight of what the environment shows in the user's block.
+        result: Weight of the results of tool calls.
     """
 
     needs_trust = ()
@@ -150,7 +150,7 @@ class TextPrediction:
         """Check that prompts show what the environment answers to.
 
         Raises:
-            ValueError: they do not.
+            ValueError: They do not.
         """
         if facts.window == 1:
             raise ValueError(
@@ -164,9 +164,9 @@ class LossResult:
     """A minibatch's part of the optimizer step's loss, and sums for metrics.
 
     Attributes:
-        loss: all terms, float `[]`.
-        separate: the term among them whose gradient is clipped by itself; None for none.
-        sums: sums for metrics by name, without gradients.
+        loss: All terms, float `[]`.
+        separate: The term among them whose gradient is clipped by itself; None for none.
+        sums: Sums for metrics by name, without gradients.
     """
 
     loss: Tensor
@@ -180,17 +180,17 @@ class UpdateLoss:
     """Loss of an update step.
 
     Attributes:
-        policy: loss of the policy.
-        policy_coefficient: weight of the policy's loss; with 0 no advantage moves the policy, and another term has to.
-        kl: penalty on the divergence from a reference policy; None for no reference.
-        value_coefficient: weight of the critic's loss.
-        value_clip: largest distance of a value from that of the rollout; None for no clip.
-        entropy_coefficient: weight of the entropy bonus.
-        entropy_target: entropy in nats at which the bonus reaches 0; None for a constant bonus.
-        whiten: whiten advantages over all trained tokens of the iteration.
-        mismatch: correction of the engine's distribution to the trainer's; None for none, auto for `TruncatedWeights`
+        policy: Loss of the policy.
+        policy_coefficient: Weight of the policy's loss; with 0 no advantage moves the policy, and another term has to.
+        kl: Penalty on the divergence from a reference policy; None for no reference.
+        value_coefficient: Weight of the critic's loss.
+        value_clip: Largest distance of a value from that of the rollout; None for no clip.
+        entropy_coefficient: Weight of the entropy bonus.
+        entropy_target: Entropy in nats at which the bonus reaches 0; None for a constant bonus.
+        whiten: Whiten advantages over all trained tokens of the iteration.
+        mismatch: Correction of the engine's distribution to the trainer's; None for none, auto for `TruncatedWeights`
             unless compute is in float32 and the weights are the same, where both agree.
-        echo: prediction of the environment's text; None for none.
+        echo: Prediction of the environment's text; None for none.
     """
 
     needs_trust = ()
@@ -262,7 +262,7 @@ class UpdateLoss:
             (before, after) by the name of each changed setting.
 
         Raises:
-            ValueError: a KL penalty in a run without a reference.
+            ValueError: A KL penalty in a run without a reference.
         """
         self.require_reference("kl_coefficient", kl_coefficient)
         before = self._adjustable()
@@ -283,7 +283,7 @@ class UpdateLoss:
             coefficient: Weight of the penalty.
 
         Raises:
-            ValueError: a positive coefficient in a run without a reference.
+            ValueError: A positive coefficient in a run without a reference.
         """
         if coefficient and self.kl is None:
             raise ValueError(
@@ -342,7 +342,7 @@ class UpdateLoss:
 
         Args:
             layout: Credit layout of the batch.
-            advances: bool `[episodes, max turns]`, see `Episodes`.
+            advances: Bool `[episodes, max turns]`, see `Episodes`.
 
         Raises:
             RolloutError: It does, and an episode's turns alternate between samples, or it has several samples and a

@@ -42,8 +42,8 @@ class Importance:
     on the prompt that the policy read, so layouts with other contexts select other tokens.
 
     Attributes:
-        loss: fraction kept in M_loss.
-        advantage: fraction kept in M_adv.
+        loss: Fraction kept in M_loss.
+        advantage: Fraction kept in M_adv.
     """
 
     needs_trust = ()
@@ -60,10 +60,10 @@ class Masks:
     Args:
         loss: M_loss; may return weights.
         advantage: M_adv; returns bool.
-        top_entropy: fraction of M_loss's tokens to train on, those of the highest entropy.
-        overlong_responses: treatment of responses that hit their length limit.
-        observations: label the text shown between responses, which lets masks include it (RICO).
-        importance: narrows both masks to the tokens that matter most for the actions; None leaves them.
+        top_entropy: Fraction of M_loss's tokens to train on, those of the highest entropy.
+        overlong_responses: Treatment of responses that hit their length limit.
+        observations: Label the text shown between responses, which lets masks include it (RICO).
+        importance: Narrows both masks to the tokens that matter most for the actions; None leaves them.
     """
 
     needs_trust = ()

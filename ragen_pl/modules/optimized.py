@@ -49,12 +49,12 @@ class OptimizedModule(Recordable):
     """A training module with one optimizer and a `LambdaLR`, whose settings follow the config at a resume.
 
     Attributes:
-        policy: policy, the group `policy`.
-        critic: critic, the group `critic`; None for none.
-        optimizer_factory: builds the optimizer.
-        optimization: options of the optimizer.
-        critic_learning_rate: learning rate of the critic; None for the policy's.
-        optimizer_key: the optimizer's node in the config.
+        policy: Policy, the group `policy`.
+        critic: Critic, the group `critic`; None for none.
+        optimizer_factory: Builds the optimizer.
+        optimization: Options of the optimizer.
+        critic_learning_rate: Learning rate of the critic; None for the policy's.
+        optimizer_key: The optimizer's node in the config.
     """
 
     policy: PolicyModule

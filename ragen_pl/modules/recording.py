@@ -55,8 +55,8 @@ class Finding:
     """The first number of a step that is not finite.
 
     Attributes:
-        minibatch: index of its minibatch in the step.
-        place: where it is, in words.
+        minibatch: Index of its minibatch in the step.
+        place: Where it is, in words.
     """
 
     minibatch: int
@@ -75,9 +75,9 @@ def present_step(
     """Return the optimizer step that a module is in; None where its loader does not give a minibatch again.
 
     Args:
-        module: the module.
-        numbers: numbers of the step's minibatches in the loader.
-        random: states before these minibatches, those that are known.
+        module: The module.
+        numbers: Numbers of the step's minibatches in the loader.
+        random: States before these minibatches, those that are known.
     """
     trainer = module.trainer
     loader = trainer.train_dataloader
@@ -103,8 +103,8 @@ def repeat(module: Recordable, step: RecordedStep) -> list[StepTrace]:
     """Repeat the forward and backward passes of a step, without the optimizer. All ranks must call it.
 
     Args:
-        module: the module with the weights before the step. Its gradients are those of the last pass afterwards.
-        step: the step.
+        module: The module with the weights before the step. Its gradients are those of the last pass afterwards.
+        step: The step.
     """
     traces = []
     for minibatch, state in zip(step.minibatches, step.random, strict=True):
@@ -131,9 +131,9 @@ def record(module: Recordable, step: RecordedStep, folder: Path) -> Path | None:
     """Write a step, each rank its own file, and the weights before it. All ranks must call it.
 
     Args:
-        module: the module with these weights.
-        step: the step.
-        folder: where to write.
+        module: The module with these weights.
+        step: The step.
+        folder: Where to write.
 
     Returns:
         This rank's file; None if it could not be written, which is logged.

@@ -20,10 +20,10 @@ class OptimizationSettings:
     """Learning rates over iterations, and options of the optimizer; keys of the configuration itself.
 
     Attributes:
-        learning_rate_end: learning rate at the last iteration as a fraction of the highest, with a linear decay.
-        learning_rate_warm_up: number of first iterations over which the learning rate rises linearly.
-        master_weights: keep float32 copies of trained weights in bfloat16; false where the optimizer keeps its own.
-        decay_vectors: apply the optimizer's weight decay to norms and biases too.
+        learning_rate_end: Learning rate at the last iteration as a fraction of the highest, with a linear decay.
+        learning_rate_warm_up: Number of first iterations over which the learning rate rises linearly.
+        master_weights: Keep float32 copies of trained weights in bfloat16; false where the optimizer keeps its own.
+        decay_vectors: Apply the optimizer's weight decay to norms and biases too.
     """
 
     learning_rate_end: Fraction = 0.03
@@ -38,8 +38,8 @@ class CriticSettings:
     """Keys of `critic`, the critic that `algorithm.critic` chooses, without the model of its own.
 
     Attributes:
-        lr: learning rate of the critic; null for the policy's.
-        detach: whether the value loss leaves the trunk that it shares with the policy unchanged.
+        lr: Learning rate of the critic; null for the policy's.
+        detach: Whether the value loss leaves the trunk that it shares with the policy unchanged.
     """
 
     lr: NonNegative | None = None

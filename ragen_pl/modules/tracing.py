@@ -20,9 +20,9 @@ class Norms:
     """Norms of a part of a module in its first call.
 
     Attributes:
-        name: the part's name in the module.
-        outputs: norm of each tensor that it returned, float64 `[]`.
-        gradients: norm of the gradient of each of them that has one, float64 `[]`, in the order of the backward pass.
+        name: The part's name in the module.
+        outputs: Norm of each tensor that it returned, float64 `[]`.
+        gradients: Norm of the gradient of each of them that has one, float64 `[]`, in the order of the backward pass.
     """
 
     name: str
@@ -45,11 +45,11 @@ class StepTrace:
     """Statistics of a forward and a backward pass of a loss.
 
     Attributes:
-        parts: the module's parts in the order in which their calls ended.
-        backward: the names of parts in the order in which the gradients of their outputs were known.
-        loss: the loss.
-        terms: what it is made of.
-        weights: norms of the gradients of the weights by name, of the parts that this rank has.
+        parts: The module's parts in the order in which their calls ended.
+        backward: The names of parts in the order in which the gradients of their outputs were known.
+        loss: The loss.
+        terms: What it is made of.
+        weights: Norms of the gradients of the weights by name, of the parts that this rank has.
     """
 
     parts: dict[str, Norms]
@@ -89,10 +89,10 @@ def trace_step(
     """Run a forward and a backward pass and return their statistics.
 
     Args:
-        module: module whose parts are watched. Its gradients are those of this pass afterwards.
-        losses: function of the inputs that returns the loss and its terms by name.
-        inputs: argument of `losses`.
-        forward_context: context of the forward pass, such as autocast.
+        module: Module whose parts are watched. Its gradients are those of this pass afterwards.
+        losses: Function of the inputs that returns the loss and its terms by name.
+        inputs: Argument of `losses`.
+        forward_context: Context of the forward pass, such as autocast.
     """
     module.zero_grad(set_to_none=True)
     parts: dict[str, Norms] = {}

@@ -33,12 +33,12 @@ class WarmStartModule(GuardedModule):
     """Cross-entropy on responses plus the value error, on the same samples.
 
     Args:
-        policy: policy that learns the responses.
-        critic: critic that learns the returns; None to train the policy only.
-        optimizer: builds the optimizer from the named parameter groups `policy` and `critic`.
-        settings: number of steps, weight of the value error and learning rates; None for the defaults.
-        master_weights: keep float32 copies of trained weights in bfloat16.
-        max_skipped_steps: see `GuardedModule`.
+        policy: Policy that learns the responses.
+        critic: Critic that learns the returns; None to train the policy only.
+        optimizer: Builds the optimizer from the named parameter groups `policy` and `critic`.
+        settings: Number of steps, weight of the value error and learning rates; None for the defaults.
+        master_weights: Keep float32 copies of trained weights in bfloat16.
+        max_skipped_steps: See `GuardedModule`.
     """
 
     # also the name in the progress display

@@ -17,7 +17,7 @@ def check_play(cfg: DictConfig) -> None:
     """Check policy, environment and the file to save.
 
     Raises:
-        ConfigError: with the first thing that is wrong.
+        ConfigError: With the first thing that is wrong.
     """
     if cfg.policy == "agent":
         check_source(cfg, instead="policy=human, random or optimal, which need none")

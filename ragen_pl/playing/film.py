@@ -35,7 +35,7 @@ def save_episode(trajectory: Trajectory, path: Path) -> Path:
     """Write an episode as a GIF or as a PNG strip, depending on the file's suffix, and return the path.
 
     Raises:
-        ValueError: the suffix is neither .gif nor .png, or the episode has no turn.
+        ValueError: The suffix is neither .gif nor .png, or the episode has no turn.
     """
     if not trajectory.turns:
         raise ValueError("the episode has no turn to draw")

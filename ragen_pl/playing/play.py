@@ -46,8 +46,8 @@ class HumanResponder(TextResponder):
     """A person at the keyboard.
 
     Attributes:
-        screen: shows the state and reads the answers.
-        max_actions: number of actions accepted in one turn.
+        screen: Shows the state and reads the answers.
+        max_actions: Number of actions accepted in one turn.
     """
 
     screen: Screen
@@ -68,7 +68,7 @@ def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
     """Play an episode, show it and save it.
 
     Raises:
-        ConfigError: the policy or the environment cannot play.
+        ConfigError: The policy or the environment cannot play.
     """
     console = console or Console()
     screen = Screen(console, width=cfg.width)
@@ -161,9 +161,9 @@ def show_turns(screen: Screen, *, delay: float = 0.0, state_is_shown: bool = Fal
     """Return a hook that shows each turn and keeps the latest images for the end of the episode.
 
     Args:
-        screen: where turns are shown.
-        delay: seconds to wait after a turn.
-        state_is_shown: whether the responder has shown the turn's observation already.
+        screen: Where turns are shown.
+        delay: Seconds to wait after a turn.
+        state_is_shown: Whether the responder has shown the turn's observation already.
     """
 
     def on_turn(episode: Episode) -> None:

@@ -26,7 +26,7 @@ def fitted(image: np.ndarray, *, width: int) -> np.ndarray:
 
     Args:
         image: uint8 `[height, width, 3]`.
-        width: columns.
+        width: Columns.
     """
     height, columns = image.shape[:2]
     scale = min(1.0, width / columns)
@@ -41,7 +41,7 @@ def half_blocks(image: np.ndarray, *, width: int) -> Segments:
 
     Args:
         image: uint8 `[height, width, 3]`.
-        width: maximum number of columns.
+        width: Maximum number of columns.
     """
     return Segments(list(_half_blocks(fitted(image, width=width))))
 
@@ -76,8 +76,8 @@ class Screen:
     """Shows an episode on a console.
 
     Args:
-        console: console to write to.
-        width: maximum number of columns of an image; on a terminal a turn fits into its rows too.
+        console: Console to write to.
+        width: Maximum number of columns of an image; on a terminal a turn fits into its rows too.
     """
 
     def __init__(self, console: Console, *, width: int) -> None:

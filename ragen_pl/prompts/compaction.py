@@ -31,12 +31,12 @@ class Compaction:
     """Settings of a compaction, with `context.window=all`.
 
     Attributes:
-        max_summary_tokens: longest summary.
-        request: text that asks for the summary, after the latest observation.
-        template: text of the new conversation's first message, with the fields {task}, {summary} and {observation}.
+        max_summary_tokens: Longest summary.
+        request: Text that asks for the summary, after the latest observation.
+        template: Text of the new conversation's first message, with the fields {task}, {summary} and {observation}.
 
     Raises:
-        ValueError: the template has other fields, or lacks one.
+        ValueError: The template has other fields, or lacks one.
     """
 
     max_summary_tokens: Count = 128
@@ -57,10 +57,10 @@ def is_full(
     """Return whether a turn after the present one, as long as the longest so far, may not fit beside a summary.
 
     Args:
-        conversation: the conversation, which keeps the lengths of its prompts.
-        prompt_tokens: length of the present prompt.
-        reserved_tokens: tokens of a response, of the request for a summary and of the summary.
-        max_tokens: longest prompt plus response.
+        conversation: The conversation, which keeps the lengths of its prompts.
+        prompt_tokens: Length of the present prompt.
+        reserved_tokens: Tokens of a response, of the request for a summary and of the summary.
+        max_tokens: Longest prompt plus response.
     """
     conversation.prompt_lengths.append(prompt_tokens)
     if len(conversation.exchanges) < 2:
@@ -75,9 +75,9 @@ def ask_for_summary(
     """Let the latest observation of a conversation ask for a summary.
 
     Args:
-        conversation: a conversation of at least two turns, whose latest one has no response.
-        settings: has the text of the request.
-        show_latest: whether the latest observation is shown before it.
+        conversation: A conversation of at least two turns, whose latest one has no response.
+        settings: Has the text of the request.
+        show_latest: Whether the latest observation is shown before it.
     """
     *before, latest = conversation.exchanges
     conversation.pending = latest
@@ -94,9 +94,9 @@ def begin_anew(conversation: Conversation, settings: Compaction, summary: str) -
     """Replace a history by its summary.
 
     Args:
-        conversation: a conversation that asked for a summary.
-        settings: has the template of the first message.
-        summary: the summary.
+        conversation: A conversation that asked for a summary.
+        settings: Has the template of the first message.
+        summary: The summary.
     """
     latest = conversation.pending
     assert latest is not None

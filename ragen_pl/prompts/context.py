@@ -43,23 +43,23 @@ class ContextManager(ContextRules):
     """Turn observations and responses into prompts.
 
     Args:
-        bundle: tokenizer and processor of the model.
+        bundle: Tokenizer and processor of the model.
         window: `"all"` for the whole history, or the number of latest turns shown, the present one
             included (1: one turn a sample).
         system_prompt: `"instructions"` for the environment's own rules, another text, or None for the
             chat template's default.
-        turn_template: text of the user's block, with the fields {observation}, {turn}, {max_turns},
+        turn_template: Text of the user's block, with the fields {observation}, {turn}, {max_turns},
             {turns_left}, {actions} (all carried out in the episode) and {last_action}.
-        max_tokens: longest prompt plus response; a longer conversation is truncated.
-        leave_out: fractions of a prompt left out before a response is sampled; None for nothing.
-        template_kwargs: values of the chat template's own variables, such as `enable_thinking`; None for its
+        max_tokens: Longest prompt plus response; a longer conversation is truncated.
+        leave_out: Fractions of a prompt left out before a response is sampled; None for nothing.
+        template_kwargs: Values of the chat template's own variables, such as `enable_thinking`; None for its
             defaults.
-        keep_thoughts: whether think blocks stay in the history where the chat template strips them. An
+        keep_thoughts: Whether think blocks stay in the history where the chat template strips them. An
             episode is then one sample, and its prompts differ from the template's by these blocks.
-        compaction: summary that replaces the history before it fills `max_tokens`; None where an episode ends there.
+        compaction: Summary that replaces the history before it fills `max_tokens`; None where an episode ends there.
 
     Attributes:
-        records_roles: whether prompts say which of their tokens are text of the environment.
+        records_roles: Whether prompts say which of their tokens are text of the environment.
     """
 
     @checked
@@ -123,7 +123,7 @@ class ContextManager(ContextRules):
         """Let prompts say which of their tokens are text of the environment; see `Turn.prompt_roles`.
 
         Raises:
-            ValueError: the chat template renders its history as a whole, where roles can't be assigned.
+            ValueError: The chat template renders its history as a whole, where roles can't be assigned.
         """
         if not self.joins:
             raise ValueError(
@@ -168,7 +168,7 @@ class ContextManager(ContextRules):
                 responses in tags.
 
         Raises:
-            ValueError: the chat template has no place for the system prompt or for the tools.
+            ValueError: The chat template has no place for the system prompt or for the tools.
         """
         system = system_text(self.system_prompt, instructions)
         native = None if tools is None else self._native_format(tools)
@@ -209,7 +209,7 @@ class ContextManager(ContextRules):
         """Add a program's request and return the prompt of the response to it.
 
         Raises:
-            RequestRefusedError: the chat template cannot show it.
+            RequestRefusedError: The chat template cannot show it.
         """
         return self._requests.observe(conversation, request, images)
 
@@ -217,8 +217,8 @@ class ContextManager(ContextRules):
         """Return the prompt of the response to a conversation's latest exchange.
 
         Args:
-            conversation: the conversation.
-            left_out: turns that are not shown, as indices in the window.
+            conversation: The conversation.
+            left_out: Turns that are not shown, as indices in the window.
         """
         window = self._window(conversation)
         shown = [exchange for number, exchange in enumerate(window) if number not in left_out]
@@ -270,7 +270,7 @@ class ContextManager(ContextRules):
         """Return the present prompt without the parts that score lowest; see `LeaveOut`.
 
         Args:
-            conversation: a conversation after `observe`.
+            conversation: A conversation after `observe`.
             scores: `[candidates]`, one for each candidate, in order.
         """
         assert self.leave_out is not None

@@ -31,14 +31,14 @@ class Exchange:
     """Observation and response of one turn.
 
     Attributes:
-        text: text of the user's block.
-        images: images of the user's block.
-        response_ids: ids of the response; None before there is one.
-        response_text: the response in words.
-        patches: patches shown of each image; None for all.
-        results: results of the response's tool calls before it, which are shown in place of the text.
-        calls: tool calls of the response.
-        result_images: number of images of each result.
+        text: Text of the user's block.
+        images: Images of the user's block.
+        response_ids: Ids of the response; None before there is one.
+        response_text: The response in words.
+        patches: Patches shown of each image; None for all.
+        results: Results of the response's tool calls before it, which are shown in place of the text.
+        calls: Tool calls of the response.
+        result_images: Number of images of each result.
     """
 
     text: str
@@ -66,20 +66,20 @@ class Conversation:
     """Context of one episode so far.
 
     Attributes:
-        system: text of the system prompt.
-        head: the system prompt as the chat template writes it, with which each prompt begins.
-        system_prompt_ids: ids of the head.
-        actions: names of all actions carried out.
-        exchanges: the turns.
-        native: the model's own format, in which the conversation is held; None for tags.
-        calls: a program's requests with their responses.
-        history: how the present request became a prompt, see `ProgramCall`; None in other environments.
-        task: the first exchange of the episode, where a summary has replaced it.
-        replaced: number of exchanges that summaries have replaced.
-        summaries: number of summaries.
-        prompt_lengths: lengths of its prompts since the last one, where summaries are asked for.
-        pending: latest exchange while a summary is asked for.
-        answered_calls: tool calls whose results it has.
+        system: Text of the system prompt.
+        head: The system prompt as the chat template writes it, with which each prompt begins.
+        system_prompt_ids: Ids of the head.
+        actions: Names of all actions carried out.
+        exchanges: The turns.
+        native: The model's own format, in which the conversation is held; None for tags.
+        calls: A program's requests with their responses.
+        history: How the present request became a prompt, see `ProgramCall`; None in other environments.
+        task: The first exchange of the episode, where a summary has replaced it.
+        replaced: Number of exchanges that summaries have replaced.
+        summaries: Number of summaries.
+        prompt_lengths: Lengths of its prompts since the last one, where summaries are asked for.
+        pending: Latest exchange while a summary is asked for.
+        answered_calls: Tool calls whose results it has.
     """
 
     system: str | None
@@ -210,7 +210,7 @@ class Context(Protocol):
         """Add a program's request, with its images in order, and return the prompt of the response to it.
 
         Raises:
-            RequestRefusedError: it cannot be shown.
+            RequestRefusedError: It cannot be shown.
         """
         ...
 

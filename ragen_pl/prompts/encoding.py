@@ -29,16 +29,16 @@ class TextEncoder:
     """Encode texts of prompts. Short texts that were encoded are kept.
 
     Args:
-        bundle: tokenizer of the model.
-        max_tokens: length of the context.
-        bos_token_id: id that precedes a prompt; None for none.
+        bundle: Tokenizer of the model.
+        max_tokens: Length of the context.
+        bos_token_id: Id that precedes a prompt; None for none.
 
     Attributes:
-        end: text of the token that ends a response.
-        max_characters: characters that fill the context by themselves, whatever they are.
+        end: Text of the token that ends a response.
+        max_characters: Characters that fill the context by themselves, whatever they are.
 
     Raises:
-        ValueError: the tokenizer does not read that text as one token.
+        ValueError: The tokenizer does not read that text as one token.
     """
 
     def __init__(self, bundle: ModelBundle, max_tokens: int, *, bos_token_id: int | None) -> None:
@@ -94,8 +94,8 @@ class TextEncoder:
         """Return the ids of a rendering of escaped texts, int64 `[tokens]`, with control tokens as ordinary text.
 
         Args:
-            text: the rendering.
-            continues: whether another text stands before it.
+            text: The rendering.
+            continues: Whether another text stands before it.
         """
         ids: list[np.ndarray] = []
         end = 0
@@ -140,10 +140,10 @@ class TextEncoder:
         """Return the ids of texts one after the other, int64 `[tokens]`.
 
         Args:
-            parts: texts, each with whether it is the template's own, as the first one is. A control token's name in
+            parts: Texts, each with whether it is the template's own, as the first one is. A control token's name in
                 another text is plain letters.
-            continues: whether another text stands before them.
-            marks: whether the names of the template's other marks, such as `<tool_response>`, are plain letters too.
+            continues: Whether another text stands before them.
+            marks: Whether the names of the template's other marks, such as `<tool_response>`, are plain letters too.
         """
         key = (continues, marks, *parts)
         known = self._encoded_parts.get(key)

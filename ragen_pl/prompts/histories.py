@@ -20,9 +20,9 @@ class RecordedCall:
     """A program's request with the response that was sampled.
 
     Attributes:
-        request: the request.
-        message: the response as the program got it.
-        prompt: ids and images of the prompt.
+        request: The request.
+        message: The response as the program got it.
+        prompt: Ids and images of the prompt.
         response_ids: int64 `[response]`.
     """
 

@@ -36,8 +36,8 @@ class MessageFormat(ABC):
         """Read a response. Any text has a reading; see `parse_message`.
 
         Args:
-            text: the response, with the think tag that its prompt may have opened.
-            names: tools that may be called; None for those of the format.
+            text: The response, with the think tag that its prompt may have opened.
+            names: Tools that may be called; None for those of the format.
         """
 
     def shows(self, calls: Sequence[Message]) -> bool:
@@ -49,8 +49,8 @@ class MessageFormat(ABC):
         """Return a response as the model writes it, for a scripted policy.
 
         Args:
-            action: a tool call as JSON, `{"name": …, "arguments": {…}}`, or other text.
-            reasoning: its reasoning.
+            action: A tool call as JSON, `{"name": …, "arguments": {…}}`, or other text.
+            reasoning: Its reasoning.
         """
 
     def parse(
@@ -63,9 +63,9 @@ class MessageFormat(ABC):
         for an agent program. Of more calls than `max_actions` the first ones count.
 
         Args:
-            text: the response, with the think tag that its prompt may have opened.
-            action_names: names of the actions; None where actions are tool calls or free text.
-            max_actions: largest number of actions.
+            text: The response, with the think tag that its prompt may have opened.
+            action_names: Names of the actions; None where actions are tool calls or free text.
+            max_actions: Largest number of actions.
         """
         message = self.message(text)
         parsed = ParsedResponse(think=message.reasoning, spans=message.spans)
@@ -99,7 +99,7 @@ class ApiFormat(MessageFormat):
     They are kept as one text, with calls in the form of Hermes, `<tool_call>{"name", "arguments"}</tool_call>`.
 
     Attributes:
-        tools: schemas of the tools.
+        tools: Schemas of the tools.
     """
 
     tools: Sequence[Mapping[str, Any]]
@@ -141,9 +141,9 @@ def written(
     """Return the text of a response behind an API.
 
     Args:
-        content: its words.
-        calls: name and arguments of each call. Arguments that are no object make a call that is not well formed.
-        reasoning: its reasoning, where the API tells it.
+        content: Its words.
+        calls: Name and arguments of each call. Arguments that are no object make a call that is not well formed.
+        reasoning: Its reasoning, where the API tells it.
     """
     tags = THINK_TAGS
     thought = f"{tags.opening}{reasoning}{tags.closing}" if reasoning else ""

@@ -33,12 +33,12 @@ class NativeFormat(MessageFormat):
     """Responses and tool results of one episode in the model's own chat format.
 
     Args:
-        template: the chat template with the episode's tools.
-        ends: texts of the tokens that end a response.
-        is_rendered: whether prompts are rendered as a whole, so that the template has to show the calls again.
+        template: The chat template with the episode's tools.
+        ends: Texts of the tokens that end a response.
+        is_rendered: Whether prompts are rendered as a whole, so that the template has to show the calls again.
 
     Raises:
-        NoToolsError: the template cannot show the tools, calls or results, or writes calls in a form that is not known.
+        NoToolsError: The template cannot show the tools, calls or results, or writes calls in a form that is not known.
     """
 
     template: ChatTemplate
@@ -112,9 +112,9 @@ class NativeFormat(MessageFormat):
         """Return the message of a response, for a template that is rendered as a whole.
 
         Args:
-            text: the response, with the think tag that its prompt may have opened.
-            calls: its tool calls; empty where they were refused, and are words then.
-            plain: removes control tokens from a text.
+            text: The response, with the think tag that its prompt may have opened.
+            calls: Its tool calls; empty where they were refused, and are words then.
+            plain: Removes control tokens from a text.
         """
         read = self.message(text)
         if not calls and (read.calls or read.problem is not None):
@@ -137,10 +137,10 @@ class NativeFormat(MessageFormat):
         """Return the messages of tool results, for a template that is rendered as a whole.
 
         Args:
-            calls: the calls.
-            results: a text for each of them.
-            images: number of images of each result.
-            plain: removes control tokens from a text.
+            calls: The calls.
+            results: A text for each of them.
+            images: Number of images of each result.
+            plain: Removes control tokens from a text.
         """
         assert self.tools is not None
         return self.tools.results(images).messages(
@@ -151,11 +151,11 @@ class NativeFormat(MessageFormat):
         """Return a response as the model writes it, for a scripted policy.
 
         Args:
-            action: a tool call as JSON, `{"name": …, "arguments": {…}}`, or other text.
-            reasoning: its reasoning.
+            action: A tool call as JSON, `{"name": …, "arguments": {…}}`, or other text.
+            reasoning: Its reasoning.
 
         Raises:
-            NoToolsError: the template cannot write it.
+            NoToolsError: The template cannot write it.
         """
         call = call_of(action) if self.tools is not None else None
         tools = self.tools or ToolTemplate(self.template, self.ends)

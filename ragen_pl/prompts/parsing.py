@@ -23,13 +23,13 @@ class ParsedResponse:
     """Contents of a response. One that is not valid has no actions, except well-formed calls beside a malformed one.
 
     Attributes:
-        think: the reasoning: the text of the reasoning block, or of a free think block.
-        statements: texts of the blocks that describe the environment, by block.
-        actions: indices of named actions, or one free text.
-        spans: blocks with the character ranges of their texts.
-        calls: tool calls, those that are not carried out included; in the native format.
-        problem: reason why a response in the native format is not valid, where it has one.
-        refused: whether this is no response but the reason why a program's request has none.
+        think: The reasoning: the text of the reasoning block, or of a free think block.
+        statements: Texts of the blocks that describe the environment, by block.
+        actions: Indices of named actions, or one free text.
+        spans: Blocks with the character ranges of their texts.
+        calls: Tool calls, those that are not carried out included; in the native format.
+        problem: Reason why a response in the native format is not valid, where it has one.
+        refused: Whether this is no response but the reason why a program's request has none.
     """
 
     think: str | None = None
@@ -110,9 +110,9 @@ def label_tokens(parsed: ParsedResponse, ends: Sequence[int], *, end_sampled: bo
     """Label the tokens of a response by the span that their last character lies in.
 
     Args:
-        parsed: the parsed response.
-        ends: number of characters up to and including each token.
-        end_sampled: whether the last token is the end-of-turn token.
+        parsed: The parsed response.
+        ends: Number of characters up to and including each token.
+        end_sampled: Whether the last token is the end-of-turn token.
 
     Returns:
         `Span` values, int8 `[response]`; all `OTHER` for a response without the required form.

@@ -21,11 +21,11 @@ def window_messages(
     """Return the messages of the turns that a prompt shows.
 
     Args:
-        template: the conversation's chat template.
-        conversation: the conversation.
-        shown: its turns that are shown.
-        plain: removes control tokens from a text.
-        words_start: returns where the words of a response begin.
+        template: The conversation's chat template.
+        conversation: The conversation.
+        shown: Its turns that are shown.
+        plain: Removes control tokens from a text.
+        words_start: Returns where the words of a response begin.
     """
     native = conversation.native
     messages: list[Message] = template.system_messages(conversation.system)

@@ -36,8 +36,8 @@ class RequestRefusedError(ValueError):
     """A program's request has no prompt. The program is told the reason, and may go on.
 
     Args:
-        code: code of the reason, as OpenAI's API has them.
-        message: the reason.
+        code: Code of the reason, as OpenAI's API has them.
+        message: The reason.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -49,10 +49,10 @@ class RequestPrompts:
     """Make the prompts of programs' requests.
 
     Args:
-        bundle: tokenizer and processor of the model.
-        encoder: encodes texts.
-        arguments: values of the chat template's own variables.
-        max_tokens: longest prompt plus response. Prompts that are much longer are refused before they are encoded.
+        bundle: Tokenizer and processor of the model.
+        encoder: Encodes texts.
+        arguments: Values of the chat template's own variables.
+        max_tokens: Longest prompt plus response. Prompts that are much longer are refused before they are encoded.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RequestPrompts:
         """Add a request with its images to a conversation and return its prompt.
 
         Raises:
-            RequestRefusedError: the chat template cannot show the request, or it is far too long.
+            RequestRefusedError: The chat template cannot show the request, or it is far too long.
         """
         if images and self._bundle.images is None:
             raise RequestRefusedError("unsupported_image", "the model reads text only")

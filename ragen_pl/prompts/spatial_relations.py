@@ -63,8 +63,8 @@ def read_claims(text: str, names: Sequence[str]) -> Claims:
     """Return the claims of a statement. Words that are neither a thing nor a direction are ignored.
 
     Args:
-        text: any text.
-        names: things of the environment; plurals are read as singulars.
+        text: Any text.
+        names: Things of the environment; plurals are read as singulars.
 
     >>> sorted(read_claims("The goal is below, to the left; no dragons.", ["goal"]))
     [('goal', <Axis.HORIZONTAL: 'horizontal'>, -1), ('goal', <Axis.VERTICAL: 'vertical'>, 1)]
@@ -127,9 +127,9 @@ def judged_statements(
     """Return the statements of a response with the true relations and their agreement with these.
 
     Args:
-        texts: text of each block with statements.
-        relations: relations `before` and `after` the response's actions.
-        names: all things that may be named; empty for those that stood there before.
+        texts: Text of each block with statements.
+        relations: Relations `before` and `after` the response's actions.
+        names: All things that may be named; empty for those that stood there before.
     """
     names = names or tuple(dict.fromkeys(name for name, *_ in relations["before"]))
     statements = []

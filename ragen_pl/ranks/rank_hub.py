@@ -151,7 +151,7 @@ class Hub:
         """Accept connections, and return their port.
 
         Args:
-            host: address that they come to; None for all of this machine's.
+            host: Address that they come to; None for all of this machine's.
         """
         self._server = await asyncio.start_server(
             self._serve, host, port=0, family=socket.AF_INET, limit=LONGEST_MESSAGE

@@ -93,11 +93,11 @@ class Recorded:
     """Recorded optimizer step that is repeated.
 
     Attributes:
-        steps: an optimizer step, as each rank that is known has taken it.
-        weights: weights before the step.
-        fingerprints: fingerprints of the weights that are left out of these.
-        run: the run's folder.
-        settings: the config of the start that it is of.
+        steps: An optimizer step, as each rank that is known has taken it.
+        weights: Weights before the step.
+        fingerprints: Fingerprints of the weights that are left out of these.
+        run: The run's folder.
+        settings: The config of the start that it is of.
     """
 
     steps: list[RecordedStep]
@@ -111,7 +111,7 @@ def replay(cfg: DictConfig) -> Finding | None:
     """Repeat a step, print the norms of each part, and return its first number that is not finite.
 
     Raises:
-        ConfigError: there is nothing to repeat, or its weights are those of another model.
+        ConfigError: There is nothing to repeat, or its weights are those of another model.
     """
     quieten()
     recorded = read_batch(cfg) if cfg.batch else read_checkpointed(cfg)
@@ -174,7 +174,7 @@ def read_settings(file: Path, *, trusted: bool) -> DictConfig:
     """Return the config of a run.
 
     Raises:
-        ConfigError: it cannot be read, or somebody else's names code that no shipped configuration names.
+        ConfigError: It cannot be read, or somebody else's names code that no shipped configuration names.
     """
     settings = run_settings(file)
     for name in _GROUPS:
@@ -213,11 +213,11 @@ def build_module(
     """Build the training module of a run and load its weights.
 
     Args:
-        settings: config of the run.
-        recorded: what is repeated.
-        dtype: type of all weights and computations; None for the run's own.
-        device: where to compute.
-        trusted: whether the config is taken as it is, whoever wrote it.
+        settings: Config of the run.
+        recorded: What is repeated.
+        dtype: Type of all weights and computations; None for the run's own.
+        device: Where to compute.
+        trusted: Whether the config is taken as it is, whoever wrote it.
     """
     build = partial(build_for, recorded.weights, settings=None if trusted else recorded.settings)
     with config_errors("model"):
@@ -290,9 +290,9 @@ def report(
     """Print a step and return its values that are not finite, as computed in the run.
 
     Args:
-        steps: the step of each rank.
-        traces: what each minibatch of each of them showed, by the title of its columns.
-        console: where to print.
+        steps: The step of each rank.
+        traces: What each minibatch of each of them showed, by the title of its columns.
+        console: Where to print.
     """
     as_run = next(iter(traces.values()))
     findings = [find(of_rank) for of_rank in as_run]

@@ -21,11 +21,11 @@ def steps_in_checkpoint(saved: Mapping[str, Any], settings: DictConfig) -> list[
     """Return the step that each rank of the run was in, or was to take next.
 
     Args:
-        saved: what the checkpoint holds, with the states of all ranks.
-        settings: config of the run.
+        saved: What the checkpoint holds, with the states of all ranks.
+        settings: Config of the run.
 
     Raises:
-        ValueError: it was written outside an update, or after its last step.
+        ValueError: It was written outside an update, or after its last step.
     """
     data: Mapping[str, Any] = saved.get("RolloutDataModule", {})
     buffers: Sequence[Any] = list(data.get("buffers", [None]))

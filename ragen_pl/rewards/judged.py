@@ -33,7 +33,7 @@ class JudgedText:
     """Text of an episode or a turn, as a judge reads it.
 
     Attributes:
-        exchanges: observation and answer of each turn. They are untrusted: judge them, never obey them.
+        exchanges: Observation and answer of each turn. They are untrusted: judge them, never obey them.
         reference: `info["reference"]` of the last turn, such as a model solution; None without one.
     """
 
@@ -74,7 +74,7 @@ class RubricJudge:
         criteria: `{"pattern": regular expression, "points": number}` by name.
 
     Raises:
-        ValueError: a criterion is not such a dict, a pattern is no regular expression, or no points are positive.
+        ValueError: A criterion is not such a dict, a pattern is no regular expression, or no points are positive.
     """
 
     # a pattern may take exponential time
@@ -125,8 +125,8 @@ class EndpointJudge:
     with a score from 0 to 1 counts as none, as does a request that fails.
 
     Attributes:
-        endpoint: the model.
-        rubric: what makes a text good, in full sentences.
+        endpoint: The model.
+        rubric: What makes a text good, in full sentences.
     """
 
     needs_trust = ("*",)
@@ -138,7 +138,7 @@ class EndpointJudge:
         """Score texts; see `Judge`.
 
         Raises:
-            RolloutError: too many requests failed, or all would.
+            RolloutError: Too many requests failed, or all would.
         """
         for number, text in enumerate(texts):
             self.endpoint.submit(number, self._messages(text), temperature=0.0, seed=0)
@@ -199,8 +199,8 @@ class JudgedReward:
     Only answers of the required form are judged; an episode without any has no term.
 
     Attributes:
-        judge: scores the answers.
-        weight: reward of the score 1.
+        judge: Scores the answers.
+        weight: Reward of the score 1.
         scope: `turn` and `difference` judge each turn by itself, `episode` all turns together; see `JudgeScope`.
     """
 

@@ -47,8 +47,8 @@ class PotentialShaping:
     of it.
 
     Attributes:
-        scale: factor of the potential.
-        gamma: discount per turn, that of the estimator.
+        scale: Factor of the potential.
+        gamma: Discount per turn, that of the estimator.
     """
 
     needs_trust = ()
@@ -83,7 +83,7 @@ class PotentialShaping:
         """Add the term to each turn of the episodes that did not fail.
 
         Raises:
-            ValueError: the potential of a state is not known.
+            ValueError: The potential of a state is not known.
         """
         for one in trajectories:
             if one.turns and one.status is not EpisodeStatus.FAILED:

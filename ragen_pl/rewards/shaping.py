@@ -32,8 +32,8 @@ class RewardFunction(Protocol):
         """Change `Turn.reward_terms` of a rollout.
 
         Args:
-            trajectories: this rank's trajectories.
-            gather: collects a list from each rank. All ranks call a function at the same time.
+            trajectories: This rank's trajectories.
+            gather: Collects a list from each rank. All ranks call a function at the same time.
         """
         ...
 
@@ -42,11 +42,11 @@ def check_terms(trajectories: Sequence[Trajectory], *, of: RewardFunction) -> No
     """Check the terms of the rewards after a reward function has changed them.
 
     Args:
-        trajectories: this rank's trajectories.
-        of: the reward function, for the message.
+        trajectories: This rank's trajectories.
+        of: The reward function, for the message.
 
     Raises:
-        NonFiniteError: a term is no finite number of float32.
+        NonFiniteError: A term is no finite number of float32.
     """
     for trajectory in trajectories:
         for number, turn in enumerate(trajectory.turns):
@@ -64,9 +64,9 @@ class WeightTerms:
     """Multiply the terms that the environment manager sets.
 
     Attributes:
-        turn: weight of the `environment` terms before the last turn.
-        final: weight of the `environment` terms of the last turn.
-        format: weight of the `format` term (`env.format_penalty`).
+        turn: Weight of the `environment` terms before the last turn.
+        final: Weight of the `environment` terms of the last turn.
+        format: Weight of the `format` term (`env.format_penalty`).
     """
 
     needs_trust = ()
@@ -94,9 +94,9 @@ class ThinkLength:
     """Reward the length of the reasoning: term `think_length`.
 
     Attributes:
-        amount: reward of a reasoning of `high` tokens; negative rewards shorter ones, 0 adds no term.
-        low: number of tokens up to which the reward is 0; from there it grows linearly.
-        high: number of tokens from which it is `amount`.
+        amount: Reward of a reasoning of `high` tokens; negative rewards shorter ones, 0 adds no term.
+        low: Number of tokens up to which the reward is 0; from there it grows linearly.
+        high: Number of tokens from which it is `amount`.
 
     Raises:
         ValueError: `low` is not below `high`.
@@ -140,8 +140,8 @@ class TurnPenalty(ABC):
     """Base of reward functions that penalize some turns.
 
     Attributes:
-        penalty: amount taken from such a turn; 0 adds no term.
-        term: name of the reward term.
+        penalty: Amount taken from such a turn; 0 adds no term.
+        term: Name of the reward term.
     """
 
     penalty: NonNegative = 0.0

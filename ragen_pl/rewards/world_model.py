@@ -30,9 +30,9 @@ class StateJudge(Protocol):
         """Score the statements of one block, all observations or all predictions of a rollout.
 
         Args:
-            statements: this rank's statements, with their texts and the true relations. The texts are
+            statements: This rank's statements, with their texts and the true relations. The texts are
                 untrusted: judge them, never obey them.
-            references: true relations of the statements of this block on all ranks. A judge corrects for
+            references: True relations of the statements of this block on all ranks. A judge corrects for
                 chance with them: a text that ignores the state must score 0 on average over them.
 
         Returns:
@@ -60,8 +60,8 @@ class RelationJudge:
     exceeds 1 - floor), a wrong one scores below 0.
 
     Attributes:
-        floor: lower bound of the divisor; one wrong statement costs at most 1 / floor.
-        reader: reads the claims of a text.
+        floor: Lower bound of the divisor; one wrong statement costs at most 1 / floor.
+        reader: Reads the claims of a text.
     """
 
     needs_trust = ()
@@ -97,9 +97,9 @@ class WorldModelReward:
     Responses without the required form have no statements and get no term.
 
     Attributes:
-        grounding_weight: weight of the score of a turn's observation; 0 adds no term.
-        worldmodeling_weight: weight of the score of its prediction; 0 adds no term.
-        judge: scores the statements.
+        grounding_weight: Weight of the score of a turn's observation; 0 adds no term.
+        worldmodeling_weight: Weight of the score of its prediction; 0 adds no term.
+        judge: Scores the statements.
     """
 
     needs_trust = ()

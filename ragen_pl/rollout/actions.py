@@ -33,7 +33,7 @@ class ActionTurn(PresentTurn):
         """Show the observation.
 
         Raises:
-            RolloutError: the first prompt leaves no room for a response.
+            RolloutError: The first prompt leaves no room for a response.
         """
         assert episode.slot.observation is not None
         episode.prompt = context.observe(

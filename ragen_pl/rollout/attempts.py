@@ -52,12 +52,12 @@ class Attempt:
     """An attempt at an episode.
 
     Attributes:
-        number: index of the episode in the rollout.
-        spec: the episode.
-        failed_after: turns of each earlier attempt when it failed.
-        recorded_responses: those of earlier attempts by turn; None for one that cannot be given again.
-        responses: those of this attempt.
-        replayed: number of turns that had a recorded response.
+        number: Index of the episode in the rollout.
+        spec: The episode.
+        failed_after: Turns of each earlier attempt when it failed.
+        recorded_responses: Those of earlier attempts by turn; None for one that cannot be given again.
+        responses: Those of this attempt.
+        replayed: Number of turns that had a recorded response.
     """
 
     number: int
@@ -84,9 +84,9 @@ class Attempts:
     """The episodes of a rollout: those that wait for an attempt, and the trajectories of the others.
 
     Args:
-        specs: the episodes.
-        settings: number of attempts.
-        recorded_responses: responses to the first turns of each episode; empty for none.
+        specs: The episodes.
+        settings: Number of attempts.
+        recorded_responses: Responses to the first turns of each episode; empty for none.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def open_slots(
     """Return the slots of attempts.
 
     Raises:
-        Exception: an environment cannot be made. Where that may be the fault of infrastructure, it is tried again.
+        Exception: An environment cannot be made. Where that may be the fault of infrastructure, it is tried again.
     """
     for made in range(1, settings.attempts):
         try:
@@ -170,7 +170,7 @@ class ReplayingResponder(ForwardingResponder):
     """Responder that gives the recorded responses of attempts again, and leaves the others to another responder.
 
     Attributes:
-        attempts: attempts under way by the numbers of their episodes.
+        attempts: Attempts under way by the numbers of their episodes.
     """
 
     attempts: Sequence[Attempt] = ()

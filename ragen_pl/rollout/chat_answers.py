@@ -33,10 +33,10 @@ class Answer:
     """An answer to a request.
 
     Attributes:
-        text: the response; that of a refusal too. Tool calls are written into it, see `ApiFormat`.
-        finish_reason: why the response ended; `length` for its length limit.
+        text: The response; that of a refusal too. Tool calls are written into it, see `ApiFormat`.
+        finish_reason: Why the response ended; `length` for its length limit.
         prompt_tokens: None where the server does not say, as of `completion_tokens`.
-        refusal: whether the model marked it as a refusal.
+        refusal: Whether the model marked it as a refusal.
     """
 
     text: str
@@ -141,14 +141,14 @@ class Usage:
 
     Attributes:
         prices: USD for a million prompt tokens and for a million completion tokens; None for a price that is not known.
-        requests: requests that were sent and answered.
-        known: requests whose answer was there already.
-        failed: requests that no attempt brought an answer to.
-        refusals: answers that are refusals, known ones too, as of `filtered`.
-        filtered: answers that a content filter withheld something of.
-        prompt_tokens: of answers to the requests that were sent, usable or not, as of `completion_tokens`.
-        completion_tokens: see above.
-        unknown_tokens: answers whose tokens the server did not say.
+        requests: Requests that were sent and answered.
+        known: Requests whose answer was there already.
+        failed: Requests that no attempt brought an answer to.
+        refusals: Answers that are refusals, known ones too, as of `filtered`.
+        filtered: Answers that a content filter withheld something of.
+        prompt_tokens: Of answers to the requests that were sent, usable or not, as of `completion_tokens`.
+        completion_tokens: See above.
+        unknown_tokens: Answers whose tokens the server did not say.
         cost: USD of the requests that were sent; None without prices. Answers of unknown tokens are left out.
         known_cost: USD that the known answers have cost before.
     """

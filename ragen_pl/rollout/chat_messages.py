@@ -52,8 +52,8 @@ def conversation_messages(
     """Return the messages up to the latest observation of a conversation.
 
     Args:
-        conversation: the conversation.
-        window: number of latest turns shown, or `"all"`.
+        conversation: The conversation.
+        window: Number of latest turns shown, or `"all"`.
     """
     messages: list[Message] = []
     if conversation.system:
@@ -71,8 +71,8 @@ def request_messages(request: ChatRequest, images: Sequence[np.ndarray]) -> list
     """Return the messages of a program's request.
 
     Args:
-        request: the request.
-        images: its images, in order.
+        request: The request.
+        images: Its images, in order.
     """
     left = iter(images)
     return [_request_message(message, left) for message in request.messages]

@@ -89,8 +89,8 @@ class Failure:
     """A request that no attempt brought an answer to.
 
     Attributes:
-        reason: why, in one line, without the key.
-        ends_all: whether every other request would fail too.
+        reason: Why, in one line, without the key.
+        ends_all: Whether every other request would fail too.
     """
 
     reason: str
@@ -279,8 +279,8 @@ class EndpointResponder:
     """A chat endpoint as the policy.
 
     Attributes:
-        endpoint: answers the messages.
-        greedy: ask for temperature 0.
+        endpoint: Answers the messages.
+        greedy: Ask for temperature 0.
     """
 
     endpoint: ChatEndpoint

@@ -63,10 +63,10 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     """Play episodes with a responder, by the keys of `EpisodeSettings`.
 
     Attributes:
-        environments: creates, resets and steps the environments.
-        context: turns observations and responses into prompts.
-        failures: attempts at episodes whose environment fails.
-        failure_log: logs the errors of those that are given up.
+        environments: Creates, resets and steps the environments.
+        context: Turns observations and responses into prompts.
+        failures: Attempts at episodes whose environment fails.
+        failure_log: Logs the errors of those that are given up.
     """
 
     environments: EnvironmentManager
@@ -94,12 +94,12 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         An episode that fails is played again in another environment, see `FailureSettings`.
 
         Args:
-            responder: answers the turns.
-            episode_specs: the episodes; `group` and `member` enter the sampling seeds.
-            seed_key: run seed, purpose and iteration, with which the sampling seeds start.
-            progress: called while episodes are playing, and once at the end with all of them done.
-            on_turn: called after each turn.
-            recorded_responses: responses to the first turns of each episode, which are given where their prompts come
+            responder: Answers the turns.
+            episode_specs: The episodes; `group` and `member` enter the sampling seeds.
+            seed_key: Run seed, purpose and iteration, with which the sampling seeds start.
+            progress: Called while episodes are playing, and once at the end with all of them done.
+            on_turn: Called after each turn.
+            recorded_responses: Responses to the first turns of each episode, which are given where their prompts come
                 again; the responder answers the others. `Trajectory.replayed_turns` counts them.
         """
         attempts = Attempts(episode_specs, self.failures, recorded_responses=recorded_responses)

@@ -39,9 +39,9 @@ class RequestTurn(PresentTurn):
     """Turn whose response answers a program's request.
 
     Attributes:
-        request: the request, which has all messages of the prompt.
-        images: its images.
-        penalty: returns what a response costs that the program declares not valid.
+        request: The request, which has all messages of the prompt.
+        images: Its images.
+        penalty: Returns what a response costs that the program declares not valid.
     """
 
     request: ChatRequest
@@ -155,9 +155,9 @@ class RequestAnswer:
     """A response to a program's request.
 
     Attributes:
-        generation: the response, up to its stop string or its last permitted call.
-        parsed: the response as the environment takes it.
-        content: the response as the program gets it, `{"message", "finish_reason", "usage"}`.
+        generation: The response, up to its stop string or its last permitted call.
+        parsed: The response as the environment takes it.
+        content: The response as the program gets it, `{"message", "finish_reason", "usage"}`.
     """
 
     generation: Generation
@@ -204,13 +204,13 @@ def answer_request(
     back.
 
     Args:
-        request: the request.
-        generation: the sampled response.
-        native: format of the response, with the request's tools.
-        prompt_tokens: tokens of the prompt.
-        turn: number of the turn, of which the ids of tool calls are made.
-        generation_prefix: text of the prompt with which the response begins.
-        pieces: text of each token.
+        request: The request.
+        generation: The sampled response.
+        native: Format of the response, with the request's tools.
+        prompt_tokens: Tokens of the prompt.
+        turn: Number of the turn, of which the ids of tool calls are made.
+        generation_prefix: Text of the prompt with which the response begins.
+        pieces: Text of each token.
     """
     ends = len(generation_prefix) + np.cumsum([len(piece) for piece in pieces])
     text = generation_prefix + "".join(pieces)

@@ -71,7 +71,7 @@ class ForwardingResponder:
     """Base of responders that change how another one is asked.
 
     Attributes:
-        responder: the other one.
+        responder: The other one.
     """
 
     responder: Responder
@@ -108,10 +108,10 @@ class EngineResponder:
     """The policy behind a rollout engine.
 
     Attributes:
-        engine: samples the responses.
-        context: the context manager that makes the prompts.
-        greedy: take the most probable tokens instead of sampling.
-        version: the weights that responses must be sampled with; None takes any.
+        engine: Samples the responses.
+        context: The context manager that makes the prompts.
+        greedy: Take the most probable tokens instead of sampling.
+        version: The weights that responses must be sampled with; None takes any.
     """
 
     engine: RolloutEngine
@@ -146,7 +146,7 @@ class EngineResponder:
         """Return the generations that have finished; with `context.leave_out`, wait for all of them.
 
         Raises:
-            RolloutError: a response was sampled with other weights, or no policy can have sampled it.
+            RolloutError: A response was sampled with other weights, or no policy can have sampled it.
         """
         finished = self._collected(wait=wait)
         # occlusion scores need the engine to themselves

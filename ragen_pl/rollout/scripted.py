@@ -39,7 +39,7 @@ class ScriptedResponder(TextResponder):
     rules with chance drawn anew.
 
     Attributes:
-        policy: chooses the actions.
+        policy: Chooses the actions.
     """
 
     policy: ScriptedPolicy

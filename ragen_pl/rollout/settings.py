@@ -19,13 +19,13 @@ class EpisodeSettings:
     """Keys of `rollout` that an `AgentProxy` plays episodes with, in training and in evaluation.
 
     Attributes:
-        temperature: sampling temperature.
-        top_p: smallest set of the most probable ids with at least this probability that sampling keeps; 1 for all.
-        top_k: number of the most probable ids that sampling keeps; None for all.
-        min_p: least probability of an id that sampling keeps, as a fraction of that of the most probable; 0 for all.
-        max_response_tokens: longest response.
-        num_envs: number of environments played at once.
-        adaptive_temperature: temperature of a turn from the turns before it; None keeps it constant.
+        temperature: Sampling temperature.
+        top_p: Smallest set of the most probable ids with at least this probability that sampling keeps; 1 for all.
+        top_k: Number of the most probable ids that sampling keeps; None for all.
+        min_p: Least probability of an id that sampling keeps, as a fraction of that of the most probable; 0 for all.
+        max_response_tokens: Longest response.
+        num_envs: Number of environments played at once.
+        adaptive_temperature: Temperature of a turn from the turns before it; None keeps it constant.
     """
 
     temperature: Positive = 1.0
@@ -43,13 +43,13 @@ class FailureSettings:
     """Keys of `rollout.failures`: what follows the errors of environments.
 
     Attributes:
-        attempts: attempts at an episode whose errors are those of infrastructure (connections, time limits, processes
+        attempts: Attempts at an episode whose errors are those of infrastructure (connections, time limits, processes
             that end, services that are full): each has another environment and the same seeds.
-        data_attempts: attempts at an episode with any other error.
-        min_group_fraction: fraction of a group's episodes below which none of them is trained on.
-        min_fraction: fraction of an iteration's episodes that must be left to train on; with fewer the iteration is
+        data_attempts: Attempts at an episode with any other error.
+        min_group_fraction: Fraction of a group's episodes below which none of them is trained on.
+        min_fraction: Fraction of an iteration's episodes that must be left to train on; with fewer the iteration is
             played once more, and then the run ends.
-        stall_s: seconds without the end of any turn, after which the stacks of all threads are printed and the run
+        stall_s: Seconds without the end of any turn, after which the stacks of all threads are printed and the run
             ends; None for no limit.
     """
 

@@ -24,8 +24,8 @@ class StallWatch:
     process is ended.
 
     Args:
-        limit_s: seconds without the end of a turn; None for no limit.
-        end_s: seconds for `check` to follow.
+        limit_s: Seconds without the end of a turn; None for no limit.
+        end_s: Seconds for `check` to follow.
 
     Example:
         `limit_s=900` and `end_s=20`. The loop of a rollout calls `check` before each step::
@@ -67,7 +67,7 @@ class StallWatch:
         """Note that the rollout goes on, and whether a turn has ended.
 
         Raises:
-            RolloutError: none has ended for too long.
+            RolloutError: None has ended for too long.
         """
         if self._error is not None:
             raise self._error

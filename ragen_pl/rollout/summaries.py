@@ -24,8 +24,8 @@ class SummaryTurn(PresentTurn):
     """Turn whose response is a summary of the history, with which the conversation begins anew.
 
     Attributes:
-        settings: settings of the summary.
-        before: turn that the summary makes room for.
+        settings: Settings of the summary.
+        before: Turn that the summary makes room for.
     """
 
     acts: ClassVar[bool] = False

@@ -23,12 +23,12 @@ class AdaptiveTemperature:
     actions changed the environment, else -1)`; 0 at the first turn.
 
     Attributes:
-        beta: weight of the progress.
-        low: lowest temperature.
-        high: highest temperature.
-        window: number of latest turns.
-        reward: weight of a turn's reward.
-        effective: weight of a turn's effect.
+        beta: Weight of the progress.
+        low: Lowest temperature.
+        high: Highest temperature.
+        window: Number of latest turns.
+        reward: Weight of a turn's reward.
+        effective: Weight of a turn's effect.
     """
 
     needs_trust = ()

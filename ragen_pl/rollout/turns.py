@@ -34,19 +34,19 @@ class Episode:
     """An episode under way, with the turn that waits for a response.
 
     Attributes:
-        number: index among the episodes played at once; engines use it as the session.
-        slot: the running environment.
-        conversation: context of the episode.
-        trajectory: turns played so far.
-        turn: the present turn.
-        prompt_format: required form of a response.
-        max_response_tokens: longest response of the present turn.
-        seed_key: counters that the seeds of the episode's turns start with.
-        samples: whether its responses are sampled.
-        prompt: prompt of the present turn.
-        temperature: temperature of the present turn.
-        truncation: ids that sampling keeps; None for all.
-        done: whether the episode has ended.
+        number: Index among the episodes played at once; engines use it as the session.
+        slot: The running environment.
+        conversation: Context of the episode.
+        trajectory: Turns played so far.
+        turn: The present turn.
+        prompt_format: Required form of a response.
+        max_response_tokens: Longest response of the present turn.
+        seed_key: Counters that the seeds of the episode's turns start with.
+        samples: Whether its responses are sampled.
+        prompt: Prompt of the present turn.
+        temperature: Temperature of the present turn.
+        truncation: Ids that sampling keeps; None for all.
+        done: Whether the episode has ended.
     """
 
     number: int
@@ -78,9 +78,9 @@ class TurnSettings:
     """What the turn loop sets for an episode's next turn.
 
     Attributes:
-        max_turns: largest number of turns.
-        max_response_tokens: longest response.
-        temperature: sampling temperature.
+        max_turns: Largest number of turns.
+        max_response_tokens: Longest response.
+        temperature: Sampling temperature.
     """
 
     max_turns: int
@@ -93,15 +93,15 @@ class PendingTurn:
     """A response with the state of its episode before it is carried out.
 
     Attributes:
-        episode: the episode.
-        parsed: the response as its environment takes it.
-        generation: the response; None for a program's request that gets none.
-        generation_prefix: text of the prompt with which the response begins.
-        pieces: text of each token.
-        end_sampled: whether the last token is the end-of-turn token.
-        state_description: the environment's description of the state.
-        state_key: key of the state, where it is recorded.
-        potential: its potential, where it is recorded.
+        episode: The episode.
+        parsed: The response as its environment takes it.
+        generation: The response; None for a program's request that gets none.
+        generation_prefix: Text of the prompt with which the response begins.
+        pieces: Text of each token.
+        end_sampled: Whether the last token is the end-of-turn token.
+        state_description: The environment's description of the state.
+        state_key: Key of the state, where it is recorded.
+        potential: Its potential, where it is recorded.
     """
 
     episode: Episode
@@ -142,10 +142,10 @@ class PresentTurn(ABC):
         """Read the response.
 
         Args:
-            episode: the episode.
-            generation: the response.
-            context: tells the text of its tokens.
-            max_actions: number of actions that are carried out.
+            episode: The episode.
+            generation: The response.
+            context: Tells the text of its tokens.
+            max_actions: Number of actions that are carried out.
         """
 
     @abstractmethod
@@ -153,17 +153,17 @@ class PresentTurn(ABC):
         """Add the turn to its trajectory and its conversation; return whether there was one.
 
         Args:
-            pending: the turn.
-            result: what came of the response; may be changed.
-            context: context of the conversation.
+            pending: The turn.
+            result: What came of the response; may be changed.
+            context: Context of the conversation.
         """
 
     def messages(self, episode: Episode, *, window: int | Literal["all"]) -> list[Message]:
         """Return the messages up to the present turn, for a model behind an API.
 
         Args:
-            episode: the episode.
-            window: number of latest turns shown, or `"all"`.
+            episode: The episode.
+            window: Number of latest turns shown, or `"all"`.
         """
         return conversation_messages(episode.conversation, window=window)
 
@@ -256,9 +256,9 @@ def end_episode(episode: Episode, status: EpisodeStatus, *, max_tokens: int) -> 
     """End an episode in its present state; a truncated one keeps its last prompt that fits, to bootstrap from.
 
     Args:
-        episode: the episode.
-        status: how it ended.
-        max_tokens: length of the context.
+        episode: The episode.
+        status: How it ended.
+        max_tokens: Length of the context.
     """
     episode.done = True
     trajectory, prompt = episode.trajectory, episode.prompt

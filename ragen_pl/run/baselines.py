@@ -47,8 +47,8 @@ def warn_of_garbage(agent_return: float, baselines: Mapping[str, Mapping[str, fl
     the actions.
 
     Args:
-        agent_return: mean return of the agent on the validation set.
-        baselines: metrics of other policies there, by name.
+        agent_return: Mean return of the agent on the validation set.
+        baselines: Metrics of other policies there, by name.
     """
     garbage = baselines.get("invalid-action policy", {}).get("return")
     if garbage is None or agent_return > garbage:
@@ -88,9 +88,9 @@ def blank_image_metrics(
     """Return the metrics of the agent with blank images, nothing but a warning if they fail.
 
     Args:
-        blank_set: validation set in environments with blank images.
-        agent: the agent.
-        engine: its rollout engine, with the weights to play with.
+        blank_set: Validation set in environments with blank images.
+        agent: The agent.
+        engine: Its rollout engine, with the weights to play with.
     """
     agent.eval()
     try:
@@ -106,7 +106,7 @@ def _played_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of episodes of which some have not failed.
 
     Raises:
-        RolloutError: every episode failed.
+        RolloutError: Every episode failed.
     """
     metrics = rollout_metrics(trajectories)
     if not metrics["episodes"]:

@@ -26,8 +26,8 @@ def check_run(cfg: DictConfig) -> None:
     """Check the requirements of a run. Everything but the components is checked before torch is imported.
 
     Raises:
-        ConfigError: with the first thing that is wrong.
-        FileNotFoundError: there is nothing to resume from.
+        ConfigError: With the first thing that is wrong.
+        FileNotFoundError: There is nothing to resume from.
     """
     if not is_launched():
         log.info("checking %s (%s)", cfg.env.name, cfg.env.target)
@@ -53,8 +53,8 @@ def check_files(cfg: DictConfig) -> None:
     """Check the run's folder and the files that the run starts from.
 
     Raises:
-        ConfigError: the folder cannot be written or holds another run, or a file is damaged.
-        FileNotFoundError: there is nothing to resume from.
+        ConfigError: The folder cannot be written or holds another run, or a file is damaged.
+        FileNotFoundError: There is nothing to resume from.
     """
     check_shared_folder(cfg)
     run = configured_run(cfg)
@@ -81,7 +81,7 @@ def check_unused(cfg: DictConfig, run: Run) -> None:
     """Check that a new run does not write over another one.
 
     Raises:
-        ConfigError: its folder holds one.
+        ConfigError: Its folder holds one.
     """
     # the first rank of this run may have begun to write
     is_shared = RUN_DIR in os.environ or outside_processes() > 1
@@ -101,12 +101,12 @@ def check_folder(
     """Check that a folder can be written. It need not exist yet.
 
     Args:
-        folder: an absolute path.
-        place: key and value that the folder follows from; None for the path itself.
-        hint: remedy for a folder that cannot be written.
+        folder: An absolute path.
+        place: Key and value that the folder follows from; None for the path itself.
+        hint: Remedy for a folder that cannot be written.
 
     Raises:
-        ConfigError: a file is in the way, the folder may not be written to, or the disk is full.
+        ConfigError: A file is in the way, the folder may not be written to, or the disk is full.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     name = place or str(folder)
@@ -126,12 +126,12 @@ def check_space(folder: Path, *, checkpoint: int, kept: int) -> None:
     """Check that the disk of a run's folder has room for its checkpoints. Those that it has are replaced.
 
     Args:
-        folder: the run's folder, which exists.
-        checkpoint: planned bytes of one.
-        kept: number of them that are kept.
+        folder: The run's folder, which exists.
+        checkpoint: Planned bytes of one.
+        kept: Number of them that are kept.
 
     Raises:
-        ConfigError: there is too little.
+        ConfigError: There is too little.
     """
     used = sum(file.stat().st_size for file in folder.glob("checkpoints/**/*") if file.is_file())
     free = shutil.disk_usage(folder).free + used
@@ -149,7 +149,7 @@ def check_new_folder(to: str | None, *, overwrite: bool) -> Path:
     """Check the folder that a command is to write, the setting `to`, and return its absolute path.
 
     Raises:
-        ConfigError: there is none, it is not empty, or it cannot be written.
+        ConfigError: There is none, it is not empty, or it cannot be written.
     """
     if to is None:
         raise ConfigError("to has no value; set to=FOLDER")
@@ -164,7 +164,7 @@ def check_shared_folder(cfg: DictConfig) -> None:
     """Check that all processes that torchrun, srun or a person on each machine started know the run's folder.
 
     Raises:
-        ConfigError: each process would name its own.
+        ConfigError: Each process would name its own.
     """
     if cfg.paths.run_dir or os.environ.get(RUN_DIR):
         return

@@ -17,8 +17,8 @@ class PathSettings:
     """Keys of `paths`.
 
     Attributes:
-        root: folder of all runs; a run's own is `<root>/<env.name>/<time>`.
-        run_dir: folder of this run; null for a new folder, or the folder of the resumed run.
+        root: Folder of all runs; a run's own is `<root>/<env.name>/<time>`.
+        run_dir: Folder of this run; null for a new folder, or the folder of the resumed run.
     """
 
     root: str = "runs"
@@ -31,8 +31,8 @@ class MemorySettings:
     """Keys of `memory`, the plan of a run's memory.
 
     Attributes:
-        check: refuse a run that does not fit into memory before its model is loaded.
-        device_gb: memory of a device in GB; null asks the device.
+        check: Refuse a run that does not fit into memory before its model is loaded.
+        device_gb: Memory of a device in GB; null asks the device.
     """
 
     check: bool = True
@@ -45,12 +45,12 @@ class LimitSettings:
     """Keys of `trainer` that limit ranks and starts, beside the arguments of Lightning's Trainer.
 
     Attributes:
-        timeout_s: longest wait of a rank for another one, which may roll out for longer.
-        rollout_timeout_s: longest wait at the end of a rollout, up to `timeout_s`; null for `timeout_s`.
-        stall_s: longest time of one of several ranks without a turn, minibatch or validation batch; it then prints its
+        timeout_s: Longest wait of a rank for another one, which may roll out for longer.
+        rollout_timeout_s: Longest wait at the end of a rollout, up to `timeout_s`; null for `timeout_s`.
+        stall_s: Longest time of one of several ranks without a turn, minibatch or validation batch; it then prints its
             stacks and ends the run; null for no limit.
-        shared_folder_s: time within which a file of the first rank has to appear in the run's folder on all machines.
-        max_starts: failed starts from one step, after which a run is not started again; null for any number.
+        shared_folder_s: Time within which a file of the first rank has to appear in the run's folder on all machines.
+        max_starts: Failed starts from one step, after which a run is not started again; null for any number.
     """
 
     timeout_s: Annotated[float, Gt(0), Note("seconds")] = 1800
@@ -66,10 +66,10 @@ class ValidationSettings:
     """Keys of `validation`, without its scripted policies.
 
     Attributes:
-        episodes: episodes of the validation set.
-        held_out: hold out the initial states of the validation set; where states are few, set
+        episodes: Episodes of the validation set.
+        held_out: Hold out the initial states of the validation set; where states are few, set
             `env.held_out_fraction`.
-        blank: evaluate with blank images too at the end.
+        blank: Evaluate with blank images too at the end.
     """
 
     episodes: Count = 512

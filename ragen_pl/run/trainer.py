@@ -147,9 +147,9 @@ def build_trainer(
     """Build a Trainer from the config's `trainer` and the run's own settings.
 
     Args:
-        configured: the config's.
-        callbacks: the run's.
-        settings: further arguments of Lightning's Trainer.
+        configured: The config's.
+        callbacks: The run's.
+        settings: Further arguments of Lightning's Trainer.
 
     Raises:
         ConfigError: Lightning does not accept the settings.
@@ -230,10 +230,10 @@ def build_strategy(
     """Return `trainer.strategy` as Lightning takes it: one of its names, or an object of a class with arguments.
 
     Args:
-        strategy: a name, or a `_target_` with arguments.
-        ranks: number of ranks.
-        timeout_s: seconds after which a collective that waits for another rank fails; None for torch's own limit.
-        backend: backend of the process group; None for torch's choice.
+        strategy: A name, or a `_target_` with arguments.
+        ranks: Number of ranks.
+        timeout_s: Seconds after which a collective that waits for another rank fails; None for torch's own limit.
+        backend: Backend of the process group; None for torch's choice.
     """
     common: dict[str, Any] = {
         "timeout": None if timeout_s is None else timedelta(seconds=timeout_s),

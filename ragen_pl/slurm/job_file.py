@@ -21,15 +21,15 @@ class SlurmSettings:
     """Keys of `slurm` of `python -m ragen_pl.submit`.
 
     Attributes:
-        partition: partition of the cluster; null for its default.
-        account: account that pays; null for the user's default.
-        time: longest time of the job, such as `24:00:00`; null for the partition's.
+        partition: Partition of the cluster; null for its default.
+        account: Account that pays; null for the user's default.
+        time: Longest time of the job, such as `24:00:00`; null for the partition's.
         cpus_per_task: CPU cores of a rank; null for the cluster's default.
-        signal_s: seconds between SIGTERM and the end of the job's time. Longer than
+        signal_s: Seconds between SIGTERM and the end of the job's time. Longer than
             `callbacks.checkpoint.grace_seconds` and the time of writing a checkpoint.
-        max_requeues: how often the job is requeued before it ends with the code of its last start; null for any number.
-        setup: shell commands before the run, such as `module load cuda`; null for none.
-        options: further options of sbatch, such as `[--gres=gpu:h100:8,--exclusive]`.
+        max_requeues: How often the job is requeued before it ends with the code of its last start; null for any number.
+        setup: Shell commands before the run, such as `module load cuda`; null for none.
+        options: Further options of sbatch, such as `[--gres=gpu:h100:8,--exclusive]`.
     """
 
     partition: str | None = None

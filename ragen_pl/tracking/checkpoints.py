@@ -58,7 +58,7 @@ class Checkpoint:
         """Return the run's config, empty if the run is unknown.
 
         Raises:
-            ConfigError: it cannot be read, or is not there.
+            ConfigError: It cannot be read, or is not there.
         """
         if self.is_folder:
             settings = exported(self.path).get("settings", {})
@@ -87,14 +87,14 @@ def find_checkpoint(
     """Resolve `ckpt` to a file or folder.
 
     Args:
-        ckpt: a checkpoint's path, a run's folder, a Hugging Face folder, an MLflow run id, `best`, `last`.
-        root: folder of the runs.
-        name: environment of the newest run for `best` and `last`; None for any environment.
-        run_dir: run for `best` and `last`, or the run of a moved checkpoint.
-        key: the setting that names it, for error messages.
+        ckpt: A checkpoint's path, a run's folder, a Hugging Face folder, an MLflow run id, `best`, `last`.
+        root: Folder of the runs.
+        name: Environment of the newest run for `best` and `last`; None for any environment.
+        run_dir: Run for `best` and `last`, or the run of a moved checkpoint.
+        key: The setting that names it, for error messages.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: There is no such checkpoint.
     """
     if ckpt in ("best", "last"):
         run = _folder(run_dir) if run_dir else newest_run(root, name=name, which=ckpt)
@@ -122,7 +122,7 @@ def newest_run(root: str, *, name: str | None, which: str) -> Path:
     """Return the newest run of an environment with a checkpoint `best` or `last`; without a best one, any with a last.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: There is no such run.
     """
     for file in (f"{which}.ckpt", "last.ckpt"):
         found = Path(root).absolute().glob(f"{name or '*'}/*/checkpoints/{file}")
@@ -146,7 +146,7 @@ def _check_groups(settings: Mapping[str, Any], file: Path) -> None:
     """Check that a run's config has the groups that a checkpoint is used with.
 
     Raises:
-        ConfigError: one is missing or no group.
+        ConfigError: One is missing or no group.
     """
     for name in ("env", "model", "model.build", "context", "rollout", "validation"):
         first, _, inner = name.partition(".")

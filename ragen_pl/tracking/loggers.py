@@ -64,7 +64,7 @@ class KeepsRecord(Logger):
     """Base of loggers of one run folder: writes the run's record, and tracks the points that come into it.
 
     Attributes:
-        record: the record; None on other ranks than the first.
+        record: The record; None on other ranks than the first.
     """
 
     record: MetricsRecord | None = None
@@ -96,7 +96,7 @@ class RecordLogger(KeepsRecord):
     """Logger of one run folder that writes the run's record, `metrics.jsonl`, and nothing else.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: The run's folder.
     """
 
     needs_trust = ("*",)
@@ -118,16 +118,16 @@ class RunLogger(KeepsRecord, MLFlowLogger):
     all points that it has not got, those before it was switched on too.
 
     Args:
-        run_dir: the run's folder, which stores the id of its MLflow run.
-        settings: the resolved config, logged as an artifact and as parameters.
+        run_dir: The run's folder, which stores the id of its MLflow run.
+        settings: The resolved config, logged as an artifact and as parameters.
         experiment_name: MLflow's experiment.
-        uri: the tracking server; default MLFLOW_TRACKING_URI, else a sqlite file `<root>/mlflow.db`.
-        root: folder of the local store; default `paths.root` of the config, else next to the run.
-        every_n_iterations: iterations between two points of a metric, for runs of many thousands. Those of validations,
+        uri: The tracking server; default MLFLOW_TRACKING_URI, else a sqlite file `<root>/mlflow.db`.
+        root: Folder of the local store; default `paths.root` of the config, else next to the run.
+        every_n_iterations: Iterations between two points of a metric, for runs of many thousands. Those of validations,
             the warm start and alarms are all logged.
 
     Raises:
-        ConfigError: the server of a new run cannot be reached or returns an error.
+        ConfigError: The server of a new run cannot be reached or returns an error.
     """
 
     needs_trust = ("*",)
@@ -304,8 +304,8 @@ class RunCSVLogger(KeepsRecord, CSVLogger):  # type: ignore[misc]
     """The run's record as CSV files in `<run_dir>/csv`.
 
     Args:
-        run_dir: the run's folder.
-        settings: the resolved config, written with the metrics.
+        run_dir: The run's folder.
+        settings: The resolved config, written with the metrics.
     """
 
     needs_trust = ("*",)

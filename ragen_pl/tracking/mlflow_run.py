@@ -54,7 +54,7 @@ def known_run(folder: Path) -> dict[str, str]:
     The signature is empty in files of other accounts and of earlier versions.
 
     Raises:
-        ConfigError: its file holds something else.
+        ConfigError: Its file holds something else.
     """
     file = folder / RUN_FILE
     if not file.exists():
@@ -74,8 +74,8 @@ def may_name(known: Mapping[str, str], root: str | Path) -> bool:
     """Return whether a run's folder may name an address: this account wrote it there, or tracks there anyway.
 
     Args:
-        known: content of the run's file, see `known_run`.
-        root: folder of the runs.
+        known: Content of the run's file, see `known_run`.
+        root: Folder of the runs.
     """
     own = is_signed(_signed_text(known), known["signature"].encode("utf-8", "replace"))
     return own or known["tracking_uri"] == tracking_uri(root)
@@ -85,11 +85,11 @@ def check_address(folder: Path, root: str | Path) -> None:
     """Check that a folder that is continued names no address of somebody else.
 
     Args:
-        folder: the run's folder.
-        root: folder of the runs.
+        folder: The run's folder.
+        root: Folder of the runs.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: It does.
     """
     known = known_run(folder)
     if known and not may_name(known, root):
@@ -103,7 +103,7 @@ def check_reachable(uri: str) -> None:
     """Check that a tracking server answers. MLflow itself would retry for minutes.
 
     Raises:
-        ConfigError: no server answers at this address.
+        ConfigError: No server answers at this address.
     """
     if not uri.startswith(("http://", "https://")):
         return

@@ -35,13 +35,13 @@ class RunWandbLogger(KeepsRecord, WandbLogger):
     """Weights & Biases logger of one run folder: one run there, however often it is resumed.
 
     Args:
-        run_dir: the run's folder, which stores the id of the run.
-        settings: the resolved config.
-        project: project of the run.
-        offline: write files only, which `wandb sync` sends later.
+        run_dir: The run's folder, which stores the id of the run.
+        settings: The resolved config.
+        project: Project of the run.
+        offline: Write files only, which `wandb sync` sends later.
 
     Raises:
-        ConfigError: the server does not accept the run.
+        ConfigError: The server does not accept the run.
     """
 
     needs_trust = ("*",)
@@ -130,8 +130,8 @@ class RunTensorBoardLogger(KeepsRecord, TensorBoardLogger):
     """TensorBoard files in `<run_dir>/tensorboard`, which a resumed run continues.
 
     Args:
-        run_dir: the run's folder.
-        settings: the resolved config, shown as a text.
+        run_dir: The run's folder.
+        settings: The resolved config, shown as a text.
     """
 
     needs_trust = ("*",)

@@ -12,7 +12,7 @@ def enlarged(image: np.ndarray, *, factor: int) -> np.ndarray:
 
     Args:
         image: uint8 `[height, width, 3]`.
-        factor: number of repetitions; values below 1 leave the image as it is.
+        factor: Number of repetitions; values below 1 leave the image as it is.
     """
     times = max(1, factor)
     return image.repeat(times, axis=0).repeat(times, axis=1)
@@ -22,8 +22,8 @@ def beside(images: Sequence[np.ndarray], *, gap: int) -> np.ndarray:
     """Return images from left to right on white, aligned at the top.
 
     Args:
-        images: at least one image, each uint8 `[height, width, 3]` of any size.
-        gap: pixels between two images.
+        images: At least one image, each uint8 `[height, width, 3]` of any size.
+        gap: Pixels between two images.
     """
     height = max(image.shape[0] for image in images)
     width = sum(image.shape[1] + gap for image in images) - gap

@@ -39,11 +39,11 @@ def write_page(
     """Write a page of episodes and return its path.
 
     Args:
-        records: records of `ragen_pl.base.records`.
-        path: file to write.
-        title: heading of the page.
-        images: folder that the records' image paths start from, and that holds them; default is the page's folder.
-        episodes: approximate number of episodes shown: whole groups. Up to half of them have an episode without success
+        records: Records of `ragen_pl.base.records`.
+        path: File to write.
+        title: Heading of the page.
+        images: Folder that the records' image paths start from, and that holds them; default is the page's folder.
+        episodes: Approximate number of episodes shown: whole groups. Up to half of them have an episode without success
             if there are as many; each kind is spread evenly.
         played: `outcomes` of all episodes, if the records are already a sample.
     """
@@ -141,7 +141,7 @@ def outcomes(episodes: Iterable[tuple[str, bool]]) -> dict[str, int]:
     """Return the numbers of all episodes, of successes and of those that failed.
 
     Args:
-        episodes: status and success of each.
+        episodes: Status and success of each.
 
     >>> outcomes([("terminated", True), ("turn_limit", False), ("failed", False)])
     {'episodes': 3, 'success': 1, 'failed': 1}

@@ -218,7 +218,7 @@ def episodes_page(folder: Path, name: str, *, title: str, episodes: int) -> str:
     """Return the trajectory page of one of the `recorded` folders, failed episodes first.
 
     Raises:
-        ValueError: the records are too large, or not those of this version.
+        ValueError: The records are too large, or not those of this version.
     """
     file = folder / name / FILE
     return page_html(
@@ -234,7 +234,7 @@ def outcome_counts(folder: Path, name: str) -> dict[str, int]:
     """Return the number of episodes of each kind of outcome in one of the `recorded` folders.
 
     Raises:
-        ValueError: the records are too large, or not those of this version.
+        ValueError: The records are too large, or not those of this version.
     """
     file = folder / name / FILE
     return _outcomes(file, _changed(file))

@@ -18,9 +18,9 @@ def token_credit(
     """Return the values, advantages and masks of the sampled tokens of a batch's trajectories.
 
     Args:
-        batch: batch after credit assignment; None if there is none.
-        trajectories: trajectories that were played, among them those of the batch.
-        values: whether a critic filled the batch's values.
+        batch: Batch after credit assignment; None if there is none.
+        trajectories: Trajectories that were played, among them those of the batch.
+        values: Whether a critic filled the batch's values.
 
     Returns:
         One entry a trajectory; None for a trajectory that is not in the batch.

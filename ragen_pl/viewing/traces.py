@@ -30,10 +30,10 @@ def trace_records(
     """Log a trace for each record under a run and return the number of traces.
 
     Args:
-        records: records of `ragen_pl.base.records`.
-        images: folder that the records' image paths start from.
-        uri: tracking store.
-        experiment_id: experiment of the run.
+        records: Records of `ragen_pl.base.records`.
+        images: Folder that the records' image paths start from.
+        uri: Tracking store.
+        experiment_id: Experiment of the run.
         run_id: MLflow run.
     """
     logging.getLogger("mlflow.tracing.export.async_export_queue").setLevel(logging.WARNING)

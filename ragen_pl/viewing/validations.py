@@ -53,10 +53,10 @@ class Cost(TypedDict):
     """What reinforcement learning has taken so far, without its validations and without the warm start.
 
     Attributes:
-        episodes: number of sampled episodes.
-        response_tokens: number of sampled tokens.
-        seconds: time that has passed.
-        processor_seconds: processor time of the trainer's processes.
+        episodes: Number of sampled episodes.
+        response_tokens: Number of sampled tokens.
+        seconds: Time that has passed.
+        processor_seconds: Processor time of the trainer's processes.
     """
 
     episodes: _Count
@@ -105,7 +105,7 @@ def outcome_of_record(record: Mapping[str, Any]) -> Outcome:
     """Return how an episode of `ragen_pl.base.records` ended.
 
     Raises:
-        ValueError: a value has another type.
+        ValueError: A value has another type.
     """
     outcome = {
         **{name: record.get(name) for name in ("group", "member", "seed", "status", "success")},
@@ -139,7 +139,7 @@ def read_validation(file: Path) -> Validation:
     """Return a validation.
 
     Raises:
-        ValueError: the file is too large, or holds something else.
+        ValueError: The file is too large, or holds something else.
     """
     if file.stat().st_size > _MAX_BYTES:
         raise ValueError(f"{file}: larger than {_MAX_BYTES} bytes")

@@ -50,8 +50,8 @@ class RunWatch:
     """Handlers of the live view.
 
     Args:
-        places: run folders, and folders that have runs below them.
-        episodes: approximate number of episodes of a page.
+        places: Run folders, and folders that have runs below them.
+        episodes: Approximate number of episodes of a page.
     """
 
     def __init__(self, places: list[Path], *, episodes: int = 64) -> None:
@@ -203,7 +203,7 @@ def listen(port: int) -> socket.socket:
         port: 0 for any free one.
 
     Raises:
-        OSError: none of the ports is free.
+        OSError: None of the ports is free.
     """
     last = min(port + _TRIED, 65535) if port else 0
     for candidate in range(port, last + 1):

@@ -60,7 +60,7 @@ def test_every_key_is_listed_with_its_meaning_and_values(settings: DictConfig) -
     assert len(keys) > 250
     assert [name for name, key in keys.items() if not key.meaning or not key.accepted] == []
     response = keys["rollout.max_response_tokens"]
-    assert (response.meaning, response.value) == ("longest response.", "24")
+    assert (response.meaning, response.value) == ("Longest response.", "24")
     assert response.accepted == "a whole number, at least 1"
     assert keys["critic.lr"].value == "${optimizer.lr}"
 

@@ -213,6 +213,7 @@ NOT_LOADED = (
     "ragen_pl.algorithms.advantages.gigpo",
     "ragen_pl.algorithms.advantages.teacher_ratio",
     "ragen_pl.chat_formats.tool_calls.parsing",
+    "ragen_pl.data.records",
     "ragen_pl.deployment",
     "ragen_pl.engines.vllm",
     "ragen_pl.engines.vllm_server",
@@ -250,8 +251,8 @@ def test_the_main_job_loads_nothing_of_what_it_does_not_use(tmp_path):
     assert unused == []
     assert all(find_spec(name) for name in NOT_LOADED if name.startswith("ragen_pl."))
     own = {file for name, file in loaded.items() if name.partition(".")[0] == "ragen_pl" and file}
-    # 44,398 lines now
-    assert sum(len(Path(file).read_text().splitlines()) for file in own) < 45_000
+    # 46,478 lines now
+    assert sum(len(Path(file).read_text().splitlines()) for file in own) < 47_000
 
 
 def test_the_readme_names_every_folder():

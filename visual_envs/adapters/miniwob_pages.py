@@ -73,13 +73,13 @@ class Element:
     """An element without elements inside.
 
     Attributes:
-        number: place on the page, from 1; 0 for text that cannot be clicked.
-        ref: the library's number.
-        tag: tag, with the kind of an input.
-        text: text inside.
-        value: text of a field, state of a box, or chosen option.
-        name: classes or id.
-        options: texts of a list's options.
+        number: Place on the page, from 1; 0 for text that cannot be clicked.
+        ref: The library's number.
+        tag: Tag, with the kind of an input.
+        text: Text inside.
+        value: Text of a field, state of a box, or chosen option.
+        name: Classes or id.
+        options: Texts of a list's options.
     """
 
     number: int
@@ -123,10 +123,10 @@ class Page:
     """Contents of the page that the browser shows.
 
     Attributes:
-        task: the task in words.
-        elements: elements in the order of the page.
-        done: whether the library's episode is over.
-        reward: its reward, without loss for time.
+        task: The task in words.
+        elements: Elements in the order of the page.
+        done: Whether the library's episode is over.
+        reward: Its reward, without loss for time.
     """
 
     task: str

@@ -85,7 +85,7 @@ class Confinement:
 
     Args:
         seconds: CPU time of a child.
-        memory_mb: memory that it may allocate in MiB.
+        memory_mb: Memory that it may allocate in MiB.
 
     Raises:
         OSError: The machine is unknown.

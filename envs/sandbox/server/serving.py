@@ -35,10 +35,10 @@ class Server:
     """Answers requests with children that are started before, and ended after, they are needed.
 
     Args:
-        seconds, memory_mb: limits of a child; see `Confinement`.
-        wall_seconds: longest time of a program.
-        waiting_seconds: longest time that it waits; see `Output`.
-        max_output: longest result in bytes.
+        seconds, memory_mb: Limits of a child; see `Confinement`.
+        wall_seconds: Longest time of a program.
+        waiting_seconds: Longest time that it waits; see `Output`.
+        max_output: Longest result in bytes.
 
     Raises:
         OSError: The machine is unknown.

@@ -11,7 +11,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address.
 
     Raises:
-        OSError: the address is taken, or not one of this machine.
+        OSError: The address is taken, or not one of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)

@@ -39,14 +39,14 @@ class ClientRequest:
     """A request as the endpoint reads it.
 
     Attributes:
-        chat: what the policy answers.
-        model: name of the model that it asks for.
-        images: images of the messages, in order.
-        stream: whether the answer is streamed.
-        include_usage: whether the stream ends with the number of tokens.
-        ignored: parameters that are not honoured, with their values.
-        sampling: sampling parameters, with their values.
-        echo: parameters that the answer repeats, with their values.
+        chat: What the policy answers.
+        model: Name of the model that it asks for.
+        images: Images of the messages, in order.
+        stream: Whether the answer is streamed.
+        include_usage: Whether the stream ends with the number of tokens.
+        ignored: Parameters that are not honoured, with their values.
+        sampling: Sampling parameters, with their values.
+        echo: Parameters that the answer repeats, with their values.
     """
 
     chat: ChatRequest
@@ -163,7 +163,7 @@ def read_json(data: bytes) -> dict[str, Any]:
     """Return the JSON object of a body.
 
     Raises:
-        RequestError: it is none, is nested too deeply, or holds NaN, infinity or a lone surrogate.
+        RequestError: It is none, is nested too deeply, or holds NaN, infinity or a lone surrogate.
     """
     try:
         body = strict_json(data)
@@ -180,13 +180,13 @@ def read_request(
     """Return a Chat Completions request.
 
     Args:
-        body: its JSON.
-        images: reads its images.
-        unconstrained: whether a response format in JSON is accepted and not enforced.
-        train: whether the policy may be trained on the response.
+        body: Its JSON.
+        images: Reads its images.
+        unconstrained: Whether a response format in JSON is accepted and not enforced.
+        train: Whether the policy may be trained on the response.
 
     Raises:
-        RequestError: a parameter is not valid or cannot be honoured.
+        RequestError: A parameter is not valid or cannot be honoured.
     """
     given, parameters = read_as(_Parameters, body)
     _check_format(parameters.get("response_format", {"type": "text"}), unconstrained)

@@ -14,14 +14,14 @@ class Answer:
     """Response of the policy to a request.
 
     Attributes:
-        id: id of the response.
-        model: name of the model.
-        message: the message, see `ChatRequest.messages`.
+        id: Id of the response.
+        model: Name of the model.
+        message: The message, see `ChatRequest.messages`.
         finish_reason: `stop`, `length` or `tool_calls`.
-        prompt_tokens: tokens of the prompt.
-        completion_tokens: tokens of the response.
-        logprobs: text and log-prob of each token, where they were asked for.
-        created: time in seconds since 1970.
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Tokens of the response.
+        logprobs: Text and log-prob of each token, where they were asked for.
+        created: Time in seconds since 1970.
     """
 
     id: str
@@ -38,8 +38,8 @@ class Answer:
         """Return an answer with these values.
 
         Args:
-            id: id of the response.
-            model: name of the model.
+            id: Id of the response.
+            model: Name of the model.
             given: `{"message", "finish_reason", "usage"}` and perhaps `"logprobs"`, as `ragen_pl.rollout.requests`
                 writes them.
         """

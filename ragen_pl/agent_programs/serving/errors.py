@@ -23,9 +23,9 @@ class RequestError(Exception):
 
     Args:
         status: HTTP status.
-        message: one line with what was found and what to do; far too long values in it are cut.
-        code: code of the error.
-        retry: whether an SDK may send the request again.
+        message: One line with what was found and what to do; far too long values in it are cut.
+        code: Code of the error.
+        retry: Whether an SDK may send the request again.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ def read_as(kind: type[T], body: Mapping[str, Any]) -> tuple[dict[str, Any], T]:
     """Return the parameters of a request that are not null, as they are and with the types of their fields.
 
     Args:
-        kind: a typed dictionary that has all parameters.
+        kind: A typed dictionary that has all parameters.
         body: JSON of the request.
 
     Raises:
-        RequestError: one is not known or has another type; with the place, the value and what was expected.
+        RequestError: One is not known or has another type; with the place, the value and what was expected.
     """
     given = {name: value for name, value in body.items() if value is not None}
     if unknown := given.keys() - kind.__annotations__.keys():

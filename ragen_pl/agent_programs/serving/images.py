@@ -27,7 +27,7 @@ class ImageReader:
     """Read images and keep them, so that an image that comes again is the same array.
 
     Args:
-        max_bytes: bytes of the images that are kept, the newest ones.
+        max_bytes: Bytes of the images that are kept, the newest ones.
     """
 
     def __init__(self, max_bytes: int = 256 * 1024 * 1024) -> None:
@@ -40,7 +40,7 @@ class ImageReader:
         """Return the digest of a data URL's file, and its image, uint8 `[height, width, 3]`.
 
         Raises:
-            RequestError: it is no data URL of an image in one of the formats, or the image has too many pixels.
+            RequestError: It is no data URL of an image in one of the formats, or the image has too many pixels.
         """
         found = _DATA_URL.match(url) if isinstance(url, str) else None
         if found is None or not isinstance(url, str):

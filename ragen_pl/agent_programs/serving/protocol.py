@@ -21,11 +21,11 @@ class Protocol:
     """An API of the endpoint.
 
     Attributes:
-        id_prefix: beginning of the ids of its answers.
-        read: reads a request; takes its JSON, an image reader, `unconstrained` and `train`.
-        whole: writes an answer as one JSON object.
-        stream: yields an answer as server-sent events.
-        error: writes an error as a server-sent event; takes its JSON.
+        id_prefix: Beginning of the ids of its answers.
+        read: Reads a request; takes its JSON, an image reader, `unconstrained` and `train`.
+        whole: Writes an answer as one JSON object.
+        stream: Yields an answer as server-sent events.
+        error: Writes an error as a server-sent event; takes its JSON.
     """
 
     id_prefix: str

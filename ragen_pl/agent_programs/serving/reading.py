@@ -21,11 +21,11 @@ async def read_body(request: web.Request, *, timeout_s: float) -> bytes:
     """Return the body of a request.
 
     Args:
-        request: the request.
-        timeout_s: longest time.
+        request: The request.
+        timeout_s: Longest time.
 
     Raises:
-        RequestError: it is too long or too slow, or it is compressed.
+        RequestError: It is too long or too slow, or it is compressed.
     """
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":

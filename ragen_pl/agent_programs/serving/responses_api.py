@@ -113,7 +113,7 @@ def read_responses_request(
     """Return a request of the Responses API. The arguments are those of `read_request`.
 
     Raises:
-        RequestError: a parameter is not valid or cannot be honoured.
+        RequestError: A parameter is not valid or cannot be honoured.
     """
     given, parameters = read_as(_Parameters, body)
     chat: dict[str, Any] = {name: given[name] for name in _Same.__annotations__ if name in given}

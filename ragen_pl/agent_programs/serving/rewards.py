@@ -25,7 +25,7 @@ class ResponseRewards(dict[str, dict[str, float]]):
         """Note the reward of a response, a number or named parts.
 
         Raises:
-            ValueError: a number is not finite, or a part has another value already. Nothing is noted then.
+            ValueError: A number is not finite, or a part has another value already. Nothing is noted then.
         """
         known = self.get(call_id, {})
         parts = reward_parts(reward, f"rewards[{call_id}]")
@@ -42,11 +42,11 @@ def reward_parts(reward: object, place: str) -> dict[str, float]:
     """Return the parts of a reward by name; that of a number is `program`.
 
     Args:
-        reward: a JSON value.
-        place: where it stands, for errors.
+        reward: A JSON value.
+        place: Where it stands, for errors.
 
     Raises:
-        ValueError: a number is not finite, or too large to be added up; or a name is none, or there are too many.
+        ValueError: A number is not finite, or too large to be added up; or a name is none, or there are too many.
     """
     given = reward if isinstance(reward, Mapping) else {"program": reward}
     parts: dict[str, float] = {}

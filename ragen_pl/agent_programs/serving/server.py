@@ -43,14 +43,14 @@ class AgentServer:
     """Endpoint of the policy for programs, on one address.
 
     Args:
-        host: address to listen on.
-        listening: socket that is bound to it; None for one on a free port.
-        body_s: longest time in seconds until a request's body is there.
-        comment_s: time in seconds after which a comment keeps the connection of a stream that waits.
+        host: Address to listen on.
+        listening: Socket that is bound to it; None for one on a free port.
+        body_s: Longest time in seconds until a request's body is there.
+        comment_s: Time in seconds after which a comment keeps the connection of a stream that waits.
 
     Attributes:
-        url: base URL for SDKs, `http://HOST:PORT/v1`.
-        loop: its event loop.
+        url: Base URL for SDKs, `http://HOST:PORT/v1`.
+        loop: Its event loop.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class AgentServer:
         """Return the session of a request.
 
         Raises:
-            RequestError: its key is unknown, or the session has ended.
+            RequestError: Its key is unknown, or the session has ended.
         """
         key = str(request.match_info.get("key") or bearer_key(request.headers))
         session = self._sessions.get(key_digest(key), self._any_key)
@@ -232,7 +232,7 @@ class AgentServer:
         """Hand a request to the session's owner or to another model.
 
         Raises:
-            RequestError: the session has ended.
+            RequestError: The session has ended.
         """
         session = call.session
         if client.model not in ("", session.model):
@@ -265,8 +265,8 @@ class AgentServer:
         """Wait for a call's answer and write it.
 
         Raises:
-            RequestError: the call was refused.
-            ConnectionError: the client is gone.
+            RequestError: The call was refused.
+            ConnectionError: The client is gone.
         """
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)

@@ -52,9 +52,9 @@ class Event:
     """Event of a session.
 
     Attributes:
-        kind: what happened.
-        call: the request; None for `REFUSED` and `EXIT`.
-        outcome: how the program ended; for `REFUSED` the `reason`.
+        kind: What happened.
+        call: The request; None for `REFUSED` and `EXIT`.
+        outcome: How the program ended; for `REFUSED` the `reason`.
     """
 
     kind: EventKind
@@ -68,8 +68,8 @@ class PassedOn:
 
     Attributes:
         status: HTTP status.
-        content_type: type of the body.
-        body: the body.
+        content_type: Type of the body.
+        body: The body.
     """
 
     status: int
@@ -86,14 +86,14 @@ class Call:
     back or the owner forgets the call.
 
     Attributes:
-        id: id of the response.
-        digest: of the body.
-        session: its session.
-        answer: the answer or the error, once there is one.
-        client: the request, once it was read; without messages and images once it was answered.
-        clients: number of open connections that wait.
-        delivered: whether one of them got the answer.
-        retries: largest retry count with which a client has asked for it again.
+        id: Id of the response.
+        digest: Of the body.
+        session: Its session.
+        answer: The answer or the error, once there is one.
+        client: The request, once it was read; without messages and images once it was answered.
+        clients: Number of open connections that wait.
+        delivered: Whether one of them got the answer.
+        retries: Largest retry count with which a client has asked for it again.
 
     Example:
         A client that gives up and comes back::
@@ -125,12 +125,12 @@ class SessionLimits:
     """Limits of a session.
 
     Attributes:
-        open_requests: requests that wait at once.
+        open_requests: Requests that wait at once.
         busy_status: HTTP status of further ones. SDKs send a request again after 429, and not after 400.
-        train: whether the policy is trained on its responses.
-        unconstrained: whether response formats are accepted and not enforced.
-        sampling: whether the owner honours the sampling parameters of requests.
-        refused_requests: requests that may be refused in a row, without an answer between them; None for any number.
+        train: Whether the policy is trained on its responses.
+        unconstrained: Whether response formats are accepted and not enforced.
+        sampling: Whether the owner honours the sampling parameters of requests.
+        refused_requests: Requests that may be refused in a row, without an answer between them; None for any number.
     """
 
     open_requests: int = 64
@@ -146,17 +146,17 @@ class Session:
     """Requests of one program.
 
     Attributes:
-        loop: event loop of the server.
-        limits: limits.
-        model: name of the policy's model.
-        upstream: other models, with the endpoints that answer for them.
-        key: key that the program sends.
-        reward_key: key with which rewards can be set over HTTP; None where they cannot.
-        events: what happened, for the owner.
-        images: images of its requests.
-        rewards: rewards set over HTTP.
-        counts: refused requests by code, retries, and requests to other models.
-        ended: whether it takes no more requests.
+        loop: Event loop of the server.
+        limits: Limits.
+        model: Name of the policy's model.
+        upstream: Other models, with the endpoints that answer for them.
+        key: Key that the program sends.
+        reward_key: Key with which rewards can be set over HTTP; None where they cannot.
+        events: What happened, for the owner.
+        images: Images of its requests.
+        rewards: Rewards set over HTTP.
+        counts: Refused requests by code, retries, and requests to other models.
+        ended: Whether it takes no more requests.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -241,11 +241,11 @@ class Session:
         """Return a new call.
 
         Args:
-            digest: of its body.
-            id_prefix: beginning of its id.
+            digest: Of its body.
+            id_prefix: Beginning of its id.
 
         Raises:
-            RequestError: too many wait.
+            RequestError: Too many wait.
         """
         if len(self._waiting) >= self.limits.open_requests:
             raise RequestError(

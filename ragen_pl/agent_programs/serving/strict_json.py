@@ -15,9 +15,9 @@ def strict_json(data: bytes | str) -> Any:
     """Return a JSON value.
 
     Raises:
-        ValueError: it is none, has too many values, is nested too deeply, or holds NaN, infinity or half a surrogate
+        ValueError: It is none, has too many values, is nested too deeply, or holds NaN, infinity or half a surrogate
             pair.
-        RecursionError: it is nested far too deeply.
+        RecursionError: It is nested far too deeply.
     """
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
     if has_more_values(text, MAX_VALUES):
@@ -54,7 +54,7 @@ def _finite(text: str) -> float:
     """Return a number of JSON.
 
     Raises:
-        ValueError: it is NaN or infinite, as 1e999 is.
+        ValueError: It is NaN or infinite, as 1e999 is.
     """
     number = float(text)
     if not math.isfinite(number):

@@ -53,7 +53,7 @@ def read_tools(given: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the schemas of tools.
 
     Raises:
-        RequestError: two have the same name.
+        RequestError: Two have the same name.
     """
     tools = [_tool(tool["function"]) for tool in given]
     names = [tool["function"]["name"] for tool in tools]
@@ -81,7 +81,7 @@ def read_tool_choice(given: str | dict[str, Any], tools: list[dict[str, Any]]) -
     """Return which tools a response is to call: `auto`, `none`, `required`, or an object that names one.
 
     Raises:
-        RequestError: it is no such choice.
+        RequestError: It is no such choice.
     """
     if isinstance(given, str):
         return given
@@ -108,7 +108,7 @@ class CallReader:
         """Return a call as `ChatRequest.messages` has it.
 
         Raises:
-            RequestError: the arguments of all calls so far have too many values.
+            RequestError: The arguments of all calls so far have too many values.
         """
         function = given["function"]
         arguments = self._arguments(where, function.get("arguments"))
@@ -137,10 +137,10 @@ def in_order_of_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     """Return messages with a result for each call, in the order of the calls, and with the names of the tools.
 
     Args:
-        messages: messages as `ChatRequest` has them. The results of a message's calls follow it at once, in any order.
+        messages: Messages as `ChatRequest` has them. The results of a message's calls follow it at once, in any order.
 
     Raises:
-        RequestError: a call has no result, a result has no call, or two of a message have the same id.
+        RequestError: A call has no result, a result has no call, or two of a message have the same id.
     """
     ordered: list[dict[str, Any]] = []
     # names of the tools and results by the ids of the latest message's calls

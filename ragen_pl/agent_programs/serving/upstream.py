@@ -16,13 +16,13 @@ async def passed_on(session: Session, model: str, body: dict[str, Any], path: st
     """Return the answer of another model's endpoint to a request. The policy is not trained on it.
 
     Args:
-        session: session of the program.
-        model: name of the model.
+        session: Session of the program.
+        model: Name of the model.
         body: JSON of the request.
-        path: path of the request, which the endpoint answers too.
+        path: Path of the request, which the endpoint answers too.
 
     Raises:
-        RequestError: no endpoint is named for the model, or it does not answer.
+        RequestError: No endpoint is named for the model, or it does not answer.
     """
     target = session.upstream.get(model)
     if target is None:

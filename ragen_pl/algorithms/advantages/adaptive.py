@@ -32,8 +32,8 @@ def turn_progress(
         rewards: `[trajectories, tokens]`.
         values: `[trajectories, tokens]`.
         turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
-        window: number of steps to average.
-        feedback: weight of the environment's rewards relative to the changes of the value.
+        window: Number of steps to average.
+        feedback: Weight of the environment's rewards relative to the changes of the value.
 
     Returns:
         float32 `[trajectories, tokens]`, 0 off the turn ends.
@@ -75,11 +75,11 @@ class AdaptiveBilevelGAE(BilevelGAE):
     With `beta=0` the result equals `BilevelGAE` bit for bit. Turns that do not advance are left out of the progress.
 
     Attributes:
-        beta: change of the discount per unit of progress.
-        low: lowest discount.
-        high: highest discount.
-        window: number of turns that progress is measured over.
-        feedback: weight of the turns' rewards relative to the changes of the value.
+        beta: Change of the discount per unit of progress.
+        low: Lowest discount.
+        high: Highest discount.
+        window: Number of turns that progress is measured over.
+        feedback: Weight of the turns' rewards relative to the changes of the value.
     """
 
     needs_trust = ()

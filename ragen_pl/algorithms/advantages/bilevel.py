@@ -47,10 +47,10 @@ def bilevel_gae(
         rewards: `[trajectories, tokens]`.
         values: `[trajectories, tokens]`.
         turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
-        gamma_turn: discount per turn; `[trajectories, tokens]` where it varies, read at turn ends.
-        lam_turn: decay of the trace per turn; `[trajectories, tokens]` where it varies, read at turn ends.
-        gamma_token: discount per token inside a turn.
-        lam_token: decay of the trace per token inside a turn.
+        gamma_turn: Discount per turn; `[trajectories, tokens]` where it varies, read at turn ends.
+        lam_turn: Decay of the trace per turn; `[trajectories, tokens]` where it varies, read at turn ends.
+        gamma_token: Discount per token inside a turn.
+        lam_token: Decay of the trace per token inside a turn.
         bootstrap: `[trajectories]`, the value after the last turn; 0 where the task ended.
         turn_values: `[trajectories, tokens]`, U_k, read at turn ends. None for the published form.
 
@@ -99,11 +99,11 @@ class BilevelGAE(Estimator):
     `gamma_turn = lam_turn = 1`.
 
     Attributes:
-        gamma_turn: discount across turns.
-        gamma_token: discount inside a turn.
-        lam_turn: lambda of GAE across turns.
-        lam_token: lambda of GAE inside a turn.
-        published: use the estimator as VAGEN publishes it.
+        gamma_turn: Discount across turns.
+        gamma_token: Discount inside a turn.
+        lam_turn: Lambda of GAE across turns.
+        lam_token: Lambda of GAE inside a turn.
+        published: Use the estimator as VAGEN publishes it.
     """
 
     needs_trust = ()

@@ -33,10 +33,10 @@ def masked_gae(
     Args:
         rewards: `[trajectories, tokens]`.
         values: `[trajectories, tokens]`, the value of the state in which the token is sampled.
-        mask: bool `[trajectories, tokens]`.
-        gamma: discount per token of the mask; `[trajectories, tokens]` where it varies, each token's own the
+        mask: Bool `[trajectories, tokens]`.
+        gamma: Discount per token of the mask; `[trajectories, tokens]` where it varies, each token's own the
             discount of what follows it.
-        lam: decay of the trace per token of the mask; `[trajectories, tokens]` where it varies.
+        lam: Decay of the trace per token of the mask; `[trajectories, tokens]` where it varies.
         bootstrap: `[trajectories]`, the value after the last token; 0 where the task ended. None
             stands for 0 everywhere.
 

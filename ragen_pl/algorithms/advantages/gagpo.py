@@ -32,7 +32,7 @@ def state_values(
         turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
         state: int64 `[trajectories, turns]`, -1 where it is unknown and beyond the last turn.
         group: int64 `[trajectories]`.
-        gamma: discount per turn; `[trajectories, turns]` where it varies.
+        gamma: Discount per turn; `[trajectories, turns]` where it varies.
 
     Returns:
         Values, float64 `[trajectories, turns]`, and whether another episode has visited the state, bool. Where none
@@ -77,8 +77,8 @@ def group_gae(
         state: int64 `[trajectories, turns]`, -1 where it is unknown and beyond the last turn.
         group: int64 `[trajectories]`.
         turns: int64 `[trajectories]`, number of turns.
-        gamma: discount per turn; `[trajectories, turns]` where it varies.
-        lam: decay of the trace per turn, likewise.
+        gamma: Discount per turn; `[trajectories, turns]` where it varies.
+        lam: Decay of the trace per turn, likewise.
 
     Returns:
         float32 `[trajectories, turns]`, 0 beyond the last turn.
@@ -108,8 +108,8 @@ class GroupGAE(Estimator):
     Turns that do not advance have `gamma = lam = 1`.
 
     Attributes:
-        gamma: discount per turn.
-        lam: decay of the trace per turn.
+        gamma: Discount per turn.
+        lam: Decay of the trace per turn.
     """
 
     needs_trust = ()

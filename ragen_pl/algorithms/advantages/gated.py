@@ -19,10 +19,10 @@ def explained_variance(
     """Return `1 - Var(G - V) / Var(G)` over the mask and all ranks, float32 `[]`; 0 where the returns are equal.
 
     Args:
-        returns: any shape.
-        values: same shape.
-        mask: bool, same shape.
-        all_reduce: sums a tensor over the ranks; None on one rank.
+        returns: Any shape.
+        values: Same shape.
+        mask: Bool, same shape.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
 
     >>> explained_variance(torch.tensor([0.0, 2.0]), torch.tensor([0.0, 1.0]), torch.tensor([True, True]))
     tensor(0.7500)
@@ -47,9 +47,9 @@ class GatedGAE(MaskedGAE):
     of episodes. The choice is made anew in each iteration, from its own episodes; nothing is carried over.
 
     Attributes:
-        gamma: discount per token.
-        lam: decay of the trace per token, while the critic is used.
-        threshold: explained variance above which the critic is used; published 0.
+        gamma: Discount per token.
+        lam: Decay of the trace per token, while the critic is used.
+        threshold: Explained variance above which the critic is used; published 0.
     """
 
     needs_trust = ()

@@ -66,12 +66,12 @@ def gdpo(
 
     Args:
         terms: `[terms, trajectories]`, sum of each term over an episode; computed in float64.
-        weights: weight of each term.
-        group: int `[trajectories]`; groups must be complete.
-        final: what the sums are standardized over.
+        weights: Weight of each term.
+        group: Int `[trajectories]`; groups must be complete.
+        final: What the sums are standardized over.
         tokens: int64 `[trajectories]`, trained tokens, for `Final.TOKENS`.
-        eps: added to the deviations; with `Final.TOKENS` 1e-8 is added to the variance of the sums instead.
-        all_reduce: sums a tensor over the ranks; None on one rank.
+        eps: Added to the deviations; with `Final.TOKENS` 1e-8 is added to the variance of the sums instead.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
 
     Returns:
         float32 `[trajectories]`; 0 in a group of one, before the last step.
@@ -111,11 +111,11 @@ class Decoupled(Estimator):
     """Reward terms standardized in their group one by one (GDPO). Terms without a weight are not read.
 
     Attributes:
-        weights: weight of each reward term. A name stands for its parts too: `environment` for `environment/<part>`.
-        final: what the sums of the terms are standardized over.
+        weights: Weight of each reward term. A name stands for its parts too: `environment` for `environment/<part>`.
+        final: What the sums of the terms are standardized over.
 
     Raises:
-        ValueError: there is no weight, or a term has two.
+        ValueError: There is no weight, or a term has two.
     """
 
     needs_trust = ()
@@ -150,7 +150,7 @@ class Decoupled(Estimator):
         """Apply `gdpo` to the terms.
 
         Raises:
-            ValueError: no episode has a term, and it is not in `OF_SOME_TURNS`.
+            ValueError: No episode has a term, and it is not in `OF_SOME_TURNS`.
         """
         present = [
             [term for other, term in (inputs.terms or {}).items() if _covers(name, other)]

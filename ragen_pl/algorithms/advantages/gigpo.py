@@ -23,7 +23,7 @@ def step_returns(turn_rewards: Tensor, *, gamma: float | Tensor) -> Tensor:
 
     Args:
         turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
-        gamma: discount per turn; `[trajectories, turns]` where it varies.
+        gamma: Discount per turn; `[trajectories, turns]` where it varies.
 
     >>> step_returns(torch.tensor([[0.0, 1.0, 2.0]]), gamma=0.5)
     tensor([[1., 2., 2.]])
@@ -84,11 +84,11 @@ def gigpo(
         group: int64 `[trajectories]`.
         turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
         state: int64 `[trajectories, turns]`, -1 where it is unknown and beyond the last turn.
-        gamma: discount per turn of the step returns; `[trajectories, turns]` where it varies.
-        step_weight: weight of the step advantage.
-        scale_by_std: divide the advantage of the episode by the deviation (GRPO) or only center it (Dr. GRPO).
-        step_baseline: steps that a step is compared with.
-        scale_steps: divide the advantage of the step by the deviation, with `StepBaseline.ALL`.
+        gamma: Discount per turn of the step returns; `[trajectories, turns]` where it varies.
+        step_weight: Weight of the step advantage.
+        scale_by_std: Divide the advantage of the episode by the deviation (GRPO) or only center it (Dr. GRPO).
+        step_baseline: Steps that a step is compared with.
+        scale_steps: Divide the advantage of the step by the deviation, with `StepBaseline.ALL`.
 
     Returns:
         float32 `[trajectories, turns]`. Turns of unknown states, and those beyond the last one, have the advantage of
@@ -195,11 +195,11 @@ class GroupInGroup(Estimator):
     `step_baseline=all` with `scale_steps=true` is the published estimator. Turns that do not advance have `gamma = 1`.
 
     Attributes:
-        gamma: discount per turn of the step returns.
-        step_weight: weight of the step advantage.
-        scale_by_std: divide the advantage of the episode by its deviation.
-        step_baseline: visits of the state that a turn is compared with.
-        scale_steps: divide the step advantage by its deviation.
+        gamma: Discount per turn of the step returns.
+        step_weight: Weight of the step advantage.
+        scale_by_std: Divide the advantage of the episode by its deviation.
+        step_baseline: Visits of the state that a turn is compared with.
+        scale_steps: Divide the step advantage by its deviation.
 
     Raises:
         ValueError: `scale_steps` without `step_baseline=all`.

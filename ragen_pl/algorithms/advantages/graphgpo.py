@@ -28,7 +28,7 @@ def goal_distances(
     Args:
         state: int64 `[trajectories, turns]`, -1 where it is unknown and beyond the last turn.
         final_state: int64 `[trajectories]`, state after the last turn, -1 where it is unknown.
-        success: bool `[trajectories]`, whether the episode ended at the goal.
+        success: Bool `[trajectories]`, whether the episode ended at the goal.
         group: int64 `[trajectories]`.
         turns: int64 `[trajectories]`, number of turns.
 
@@ -95,12 +95,12 @@ def graphgpo(
         distance: int64 `[trajectories, turns]`, see `goal_distances`.
         state: int64 `[trajectories, turns]`, -1 where it is unknown and beyond the last turn.
         group: int64 `[trajectories]`.
-        omega: discount per turn to the goal.
-        step_weight: weight of the step advantage.
-        episode_weight: weight of the advantage of the episode.
-        goal_reward: worth of the goal.
-        counts_turn: whether d counts the turn itself, as in the paper's equation; the authors' code begins after it.
-        scale_by_std: divide both advantages by the deviation (GRPO) or only center them (Dr. GRPO).
+        omega: Discount per turn to the goal.
+        step_weight: Weight of the step advantage.
+        episode_weight: Weight of the advantage of the episode.
+        goal_reward: Worth of the goal.
+        counts_turn: Whether d counts the turn itself, as in the paper's equation; the authors' code begins after it.
+        scale_by_std: Divide both advantages by the deviation (GRPO) or only center them (Dr. GRPO).
 
     Returns:
         float32 `[trajectories, turns]`. In groups that have not reached the goal, in unknown states and beyond the
@@ -128,9 +128,9 @@ class GraphRelative(Estimator):
     """The episode against its group, and each turn by how near to the goal it leads in the graph of visited states.
 
     Attributes:
-        omega: discount per turn to the goal.
-        step_weight: weight of the step advantage.
-        scale_by_std: divide both advantages by their deviations.
+        omega: Discount per turn to the goal.
+        step_weight: Weight of the step advantage.
+        scale_by_std: Divide both advantages by their deviations.
     """
 
     needs_trust = ()
@@ -147,7 +147,7 @@ class GraphRelative(Estimator):
         """Apply `graphgpo` to the returns and the states.
 
         Raises:
-            ValueError: the environment says of no episode whether the task was solved.
+            ValueError: The environment says of no episode whether the task was solved.
         """
         state, success = inputs.need_states(self), inputs.need_success(self)
         final = torch.full_like(inputs.group, -1)

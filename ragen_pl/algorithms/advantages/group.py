@@ -42,7 +42,7 @@ def group_std(returns: Tensor, group: Tensor) -> Tensor:
 
     Args:
         returns: `[trajectories]`.
-        group: int `[trajectories]`.
+        group: Int `[trajectories]`.
 
     Returns:
         float32 `[trajectories]`: unbiased standard deviation, 0 for a group of one.
@@ -62,8 +62,8 @@ def grpo(returns: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
 
     Args:
         returns: `[trajectories]`.
-        group: int `[trajectories]`.
-        eps: added to the deviation.
+        group: Int `[trajectories]`.
+        eps: Added to the deviation.
 
     Returns:
         float32 `[trajectories]`.
@@ -79,7 +79,7 @@ def dr_grpo(returns: Tensor, group: Tensor) -> Tensor:
 
     Args:
         returns: `[trajectories]`.
-        group: int `[trajectories]`.
+        group: Int `[trajectories]`.
 
     Returns:
         float32 `[trajectories]`.
@@ -95,7 +95,7 @@ def rloo(returns: Tensor, group: Tensor) -> Tensor:
 
     Args:
         returns: `[trajectories]`.
-        group: int `[trajectories]`.
+        group: Int `[trajectories]`.
 
     Returns:
         float32 `[trajectories]`; 0 for a group of one, which has no other member.
@@ -118,8 +118,8 @@ def maxrl(solved: Tensor, group: Tensor) -> Tensor:
     probability, and below 0 it turns the sign.
 
     Args:
-        solved: bool `[trajectories]`.
-        group: int `[trajectories]`.
+        solved: Bool `[trajectories]`.
+        group: Int `[trajectories]`.
 
     Returns:
         float32 `[trajectories]`; 0 in a group of one.
@@ -185,6 +185,6 @@ class SuccessRelative(Estimator):
         """Apply `maxrl` to the successes.
 
         Raises:
-            ValueError: the environment says of no episode whether the task was solved.
+            ValueError: The environment says of no episode whether the task was solved.
         """
         return broadcast(maxrl(inputs.need_success(self), inputs.group), inputs)

@@ -26,8 +26,8 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
 
     Args:
         rewards: `[trajectories, tokens]`; those off the mask are not read.
-        mask: bool `[trajectories, tokens]`.
-        gamma: discount per token of the mask.
+        mask: Bool `[trajectories, tokens]`.
+        gamma: Discount per token of the mask.
 
     Returns:
         float32 `[trajectories, tokens]`, 0 off the mask.
@@ -54,10 +54,10 @@ def reinforce_plus_plus(
 
     Args:
         rewards: `[trajectories, tokens]`.
-        mask: bool `[trajectories, tokens]`.
-        gamma: discount per token of the mask.
+        mask: Bool `[trajectories, tokens]`.
+        gamma: Discount per token of the mask.
         center: `[trajectories]`, subtracted from every return-to-go; None for 0.
-        all_reduce: sums a tensor over the ranks; None on one rank.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
 
     Returns:
         Advantages and returns, each float32 `[trajectories, tokens]`, 0 off the mask.
@@ -95,8 +95,8 @@ def batch(returns: Tensor, *, eps: float = 1e-6, all_reduce: AllReduce | None = 
 
     Args:
         returns: `[trajectories]`.
-        eps: added to the deviation.
-        all_reduce: sums a tensor over the ranks; None on one rank.
+        eps: Added to the deviation.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
 
     Returns:
         float32 `[trajectories]`.

@@ -20,8 +20,8 @@ def discounted(values: Tensor, mask: Tensor, *, discount: float) -> Tensor:
 
     Args:
         values: `[rows, tokens]`.
-        mask: bool `[rows, tokens]`.
-        discount: from one token of the mask to the next; 0 for the values themselves.
+        mask: Bool `[rows, tokens]`.
+        discount: From one token of the mask to the next; 0 for the values themselves.
 
     Returns:
         `[rows, tokens]`, 0 off the mask.
@@ -48,7 +48,7 @@ class TeacherRatio(Estimator):
     `algorithm.loss.kl.coefficient`, and `algorithm.loss.kl.bound` bounds the log ratio.
 
     Attributes:
-        discount: weight of the next trained token's advantage in a token's own; with 1 a token answers for the
+        discount: Weight of the next trained token's advantage in a token's own; with 1 a token answers for the
             divergence of all that follow it in the episode.
     """
 
@@ -62,7 +62,7 @@ class TeacherRatio(Estimator):
         """Check that there is a penalty to read.
 
         Raises:
-            ValueError: there is none.
+            ValueError: There is none.
         """
         if not facts.rewards_penalized:
             raise ValueError(

@@ -42,8 +42,8 @@ def turn_gae(
         rewards: `[trajectories, tokens]`.
         values: `[trajectories, tokens]`; only those at the turns' first tokens are read.
         turn: int64 `[trajectories, tokens]`, not decreasing along a row; -1 off the mask.
-        gamma: discount per turn; `[trajectories, tokens]` where it varies, read at the turns' first tokens.
-        lam: decay of the trace per turn, likewise.
+        gamma: Discount per turn; `[trajectories, tokens]` where it varies, read at the turns' first tokens.
+        lam: Decay of the trace per turn, likewise.
         bootstrap: `[trajectories]`, the value after the last turn; 0 where the task ended.
 
     Returns:
@@ -84,9 +84,9 @@ class TurnGAE(Estimator):
     A turn that does not advance has `gamma = lam = 1`.
 
     Attributes:
-        gamma: discount per turn.
-        lam: lambda of GAE across turns.
-        value_at: token of a turn before which its value is read.
+        gamma: Discount per turn.
+        lam: Lambda of GAE across turns.
+        value_at: Token of a turn before which its value is read.
     """
 
     needs_trust = ()

@@ -36,7 +36,7 @@ def turn_leave_one_out(
         from_here: `[trajectories, turns]`, returns from each turn on.
         turns: int64 `[trajectories]`, number of turns.
         group: int64 `[trajectories]`.
-        absent: how members without such a turn count.
+        absent: How members without such a turn count.
 
     Returns:
         float32 `[trajectories, turns]`, 0 beyond the last turn. Where no other member counts, the baseline is 0.
@@ -70,8 +70,8 @@ class TurnLeaveOneOut(Estimator):
     A turn that does not advance has `gamma = 1`.
 
     Attributes:
-        gamma: discount per turn.
-        absent: how members that had stopped before a turn count.
+        gamma: Discount per turn.
+        absent: How members that had stopped before a turn count.
     """
 
     needs_trust = ()

@@ -13,13 +13,13 @@ def named_arguments(value: Any, start: int, end: int, *, key: str) -> NamedArgum
     """Return name and arguments of a call's JSON object.
 
     Args:
-        value: the object, read as JSON.
-        start: where it begins in the text.
-        end: where it ends.
-        key: the object's key for the arguments, beside `name`.
+        value: The object, read as JSON.
+        start: Where it begins in the text.
+        end: Where it ends.
+        key: The object's key for the arguments, beside `name`.
 
     Raises:
-        Malformed: if it is another object or value.
+        Malformed: If it is another object or value.
     """
     if not isinstance(value, dict) or set(value) != {"name", key}:
         raise Malformed(f"not an object of name and {key}", start, reached=end)

@@ -45,9 +45,9 @@ class ToolCall:
     """A well-formed call.
 
     Attributes:
-        name: name of the tool, known or not.
-        arguments: values of JSON's types by name.
-        span: characters from the first one of the opening marker to the end of the closing marker. Calls between the
+        name: Name of the tool, known or not.
+        arguments: Values of JSON's types by name.
+        span: Characters from the first one of the opening marker to the end of the closing marker. Calls between the
             same markers (LFM2 writes a list of calls) have the same span.
     """
 
@@ -61,14 +61,14 @@ class AssistantMessage:
     """A parsed response.
 
     Attributes:
-        reasoning: text between the reasoning tags without outer blanks, blocks joined by a line break; None without a
+        reasoning: Text between the reasoning tags without outer blanks, blocks joined by a line break; None without a
             block.
-        content: all text outside of reasoning and well-formed calls, malformed calls included. Line breaks next to a
+        content: All text outside of reasoning and well-formed calls, malformed calls included. Line breaks next to a
             marker and blank text between two are left out; the pieces are joined by a line break.
-        calls: the well-formed calls, in order.
-        spans: consecutive character ranges `(label, start, end)` that cover the text once. `THINK` is reasoning,
+        calls: The well-formed calls, in order.
+        spans: Consecutive character ranges `(label, start, end)` that cover the text once. `THINK` is reasoning,
             `ACTION` text of the answer or the inside of a call, `TAG` a marker, `OTHER` a malformed call or blanks.
-        problem: one line on the first malformed call; None if there is none.
+        problem: One line on the first malformed call; None if there is none.
     """
 
     reasoning: str | None

@@ -49,13 +49,13 @@ def parse_message(
     marker or before the next marker. The calls after it count.
 
     Args:
-        text: the response.
-        call_format: how calls are written; None where there are no tools, and all but reasoning is content.
-        thinks: the tags around reasoning; None if the template writes none.
-        opened: whether the prompt ended with the opening tag.
+        text: The response.
+        call_format: How calls are written; None where there are no tools, and all but reasoning is content.
+        thinks: The tags around reasoning; None if the template writes none.
+        opened: Whether the prompt ended with the opening tag.
         tools: JSON schema of the parameters by name of the tool. Formats without types of their own read values by
             it. Calls of other tools count too.
-        names: tools that may be called. A call of another one is not well formed, and its spans are those of a call.
+        names: Tools that may be called. A call of another one is not well formed, and its spans are those of a call.
             None for any.
 
     Examples:

@@ -20,9 +20,9 @@ class CallBlock:
     """Calls that stand together, or text that is none.
 
     Attributes:
-        calls: the calls; empty for text that is part of the answer.
-        inside: characters between the markers.
-        end: position after the closing marker.
+        calls: The calls; empty for text that is part of the answer.
+        inside: Characters between the markers.
+        end: Position after the closing marker.
     """
 
     calls: list[NamedArguments]
@@ -41,7 +41,7 @@ class CallSyntax(Protocol):
         """Read the calls that begin at `start`, a position that `find` returned.
 
         Raises:
-            Malformed: if they are not well formed.
+            Malformed: If they are not well formed.
         """
         ...
 
@@ -55,9 +55,9 @@ class MarkedCalls:
     """A format in which calls stand between two markers.
 
     Attributes:
-        opening: marker before the calls.
-        closing: marker after them.
-        read_inside: reads the calls from a position after the opening marker and its blanks; returns them and the
+        opening: Marker before the calls.
+        closing: Marker after them.
+        read_inside: Reads the calls from a position after the opening marker and its blanks; returns them and the
             position after them.
     """
 
@@ -89,7 +89,7 @@ def expect(text: str, position: int, marker: str) -> int:
     """Return the position after a marker that stands at a position.
 
     Raises:
-        Malformed: if it does not stand there.
+        Malformed: If it does not stand there.
     """
     if not text.startswith(marker, position):
         raise Malformed(f"no {marker}", position)

@@ -28,9 +28,9 @@ class Malformed(Exception):
     """Text that does not follow the syntax.
 
     Attributes:
-        reason: what is wrong.
-        position: character at which it is.
-        reached: position up to which the text was read, from which reading may go on.
+        reason: What is wrong.
+        position: Character at which it is.
+        reached: Position up to which the text was read, from which reading may go on.
     """
 
     def __init__(self, reason: str, position: int, *, reached: int | None = None) -> None:
@@ -45,12 +45,12 @@ class Notation:
     """How values are written. Objects, arrays and numbers are those of JSON in each notation.
 
     Attributes:
-        name: what it is called where text does not follow it.
-        quotes: what strings may begin with.
-        read_string: reads the string that begins at a position, given which of `quotes` it begins with; returns it
+        name: What it is called where text does not follow it.
+        quotes: What strings may begin with.
+        read_string: Reads the string that begins at a position, given which of `quotes` it begins with; returns it
             and the position after it.
-        words: values written as words.
-        bare_names: pattern of names in objects without quotes; None where names are strings.
+        words: Values written as words.
+        bare_names: Pattern of names in objects without quotes; None where names are strings.
     """
 
     name: str
@@ -81,7 +81,7 @@ def read_value(text: str, start: int, notation: Notation) -> tuple[Any, int]:
         The value and the position after it.
 
     Raises:
-        Malformed: if there is none in the notation.
+        Malformed: If there is none in the notation.
 
     >>> read_value('{"a": [1, true]} and more', 0, JSON)
     ({'a': [1, True]}, 16)
@@ -198,10 +198,10 @@ class _Strings:
     """How quoted strings are written.
 
     Attributes:
-        escapes: what a backslash and a letter stand for.
-        codes: pattern of the hexadecimal digits after a backslash and a letter.
-        plain: pattern of characters that stand for themselves, by quote.
-        keeps_backslash: whether a backslash stands for itself before a letter without a meaning.
+        escapes: What a backslash and a letter stand for.
+        codes: Pattern of the hexadecimal digits after a backslash and a letter.
+        plain: Pattern of characters that stand for themselves, by quote.
+        keeps_backslash: Whether a backslash stands for itself before a letter without a meaning.
     """
 
     escapes: Mapping[str, str]

@@ -67,7 +67,7 @@ class VLLMEngine(VLLMRules):
         max_tokens: Longest prompt plus response.
         dtype: Type that vLLM computes in; `auto` is that of the policy's weights.
         cache_bytes: Size of the keys and values; None for what `memory_fraction` leaves for them, on the CPU for 1 GiB.
-        memory_fraction: fraction of a GPU's memory for vLLM: its weights, its activations, keys and values.
+        memory_fraction: Fraction of a GPU's memory for vLLM: its weights, its activations, keys and values.
         eager: Whether no CUDA graphs are captured, which starts faster and samples slower. Always so on the CPU.
         settings: Other arguments of `vllm.LLM`, such as `{"max_num_seqs": 512}`.
 
