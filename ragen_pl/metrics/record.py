@@ -136,9 +136,10 @@ class RecordReader:
 
     def _read_on(self) -> None:
         file = self.file
-        state = (file, file.stat().st_ino) if file.is_file() else None
+        found = file.stat() if file.is_file() else None
+        state = (file, found.st_ino) if found else None
         # rows of an earlier version change
-        if state != self._read_from or file.name != FILE or file.stat().st_size < self._end:
+        if state != self._read_from or file.name != FILE or (found and found.st_size < self._end):
             self._read_from, self._end, self._points = state, 0, []
         for _, end, entry in entries(file, start=self._end):
             self._end = end

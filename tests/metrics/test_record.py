@@ -141,6 +141,16 @@ def test_a_run_from_another_ones_checkpoint_begins_with_its_points(tmp_path):
     assert list(success(first)) == [1, 2, 3]
 
 
+def test_a_run_may_have_no_metrics_yet(tmp_path):
+    reader = RecordReader(tmp_path)
+    assert reader.points() == [] == reader.rows()
+    (tmp_path / "second").mkdir()
+    inherit(tmp_path / "second", tmp_path)
+    assert MetricsRecord(tmp_path / "second").count == 0
+    add_iterations(MetricsRecord(tmp_path), 1)
+    assert [point.step for point in reader.points()] == [1]
+
+
 def test_a_table_is_that_of_the_record_after_a_resume(tmp_path):
     add_iterations(MetricsRecord(tmp_path), 1, 2, 3)
     logger = RunCSVLogger(run_dir=str(tmp_path), settings={"a": 1})
