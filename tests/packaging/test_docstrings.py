@@ -34,7 +34,11 @@ def entries(docstring: str) -> Iterator[str]:
 def is_sentence(word: str) -> bool:
     """Whether a word may begin an entry."""
     is_code = re.search(r"[_@=\d]|\w\(|\.\w|[A-Z]", word)
-    return not (word[0].isascii() and word[0].islower()) or bool(is_code) or word.rstrip(",.;:") in LIBRARIES
+    return (
+        not (word[0].isascii() and word[0].islower())
+        or bool(is_code)
+        or word.rstrip(",.;:") in LIBRARIES
+    )
 
 
 @pytest.mark.parametrize("folder", ["ragen_pl", "envs", "visual_envs", "benchmarks", "examples"])
