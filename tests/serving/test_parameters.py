@@ -144,7 +144,7 @@ def test_tool_choice_is_automatic(server, caplog, choice):
         ({"max_completion_tokens": 6, "max_tokens": 5}, {"max_tokens": 5}),
         ({"logprobs": True}, {"logprobs": True}),
         ({"metadata": {"train": False}}, {"trained": False}),
-        ({"metadata": {"train": "false", "advances": "false"}}, {"trained": False, "advances": False}),
+        ({"metadata": {"train": "false", "advances": "false"}}, {"trained": False, "is_task_step": False}),
         ({"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]}, {}),
     ],
 )  # fmt: skip
