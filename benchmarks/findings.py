@@ -27,7 +27,7 @@ Overrides = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Criterion:
-    """What decides whether a finding holds: the difference of two arms in a metric on the same held-out episodes.
+    """Criterion of a finding: the difference of two arms in a metric on the same held-out episodes.
 
     Attributes:
         more: Arm that is claimed to be better.

@@ -23,7 +23,7 @@ _SET = "held_out"
 
 
 def verdict(difference: Estimate, criterion: Criterion, *, seeds: int) -> str:
-    """Return what a difference says about a finding.
+    """Return the verdict of a difference on a finding.
 
     It holds if the interval lies above 0 and the difference is at least the least effect. It does not hold if the whole
     interval is below that effect. Else, or with fewer seeds than the criterion asks for, it cannot be told.
@@ -51,16 +51,16 @@ def write_report(
         out: Folder of the runs.
         page: Page to write.
     """
-    sections, told = [], []
+    sections, rows = [], []
     for name, finding in findings.items():
         runs: dict[str, dict[int, Path]] = {}
         for cell in cells(name, seeds=_seeds_in(out / name)):
             if is_finished(cell.folder(out)):
                 runs.setdefault(cell.arm, {})[cell.seed] = cell.folder(out)
         result, body = _results(name, finding, runs, out=out, page=page)
-        told.append(f"| [{name}](#{name}) | {finding.question} | {result} |")
+        rows.append(f"| [{name}](#{name}) | {finding.question} | {result} |")
         sections.append("\n\n".join([f"## {name}", _claim(name, finding), *body]))
-    head = "| finding | question | verdict |\n|---|---|---|\n" + "\n".join(told)
+    head = "| finding | question | verdict |\n|---|---|---|\n" + "\n".join(rows)
     page.write_text("\n\n".join([_INTRODUCTION, head, *sections]) + "\n", encoding="utf-8")
     print(page)
 
@@ -102,7 +102,7 @@ def _results(
         return "open", ["**Open**: no run of the two arms that decide has ended."]
     decided = found[criterion.more]
     difference = decided.metrics[criterion.metric].difference
-    told = verdict(difference, criterion, seeds=len(decided.sides[0]))
+    result = verdict(difference, criterion, seeds=len(decided.sides[0]))
     plot = page.with_name(f"{page.stem}_{name}.png")
     curves = {
         (arm, seed): curve_of(folder)
@@ -111,8 +111,8 @@ def _results(
     }
     draw(curves, title=name, file=plot, clock="processor minutes of RL")
     missing = [arm for arm in finding.arms if arm not in runs]
-    return told, [
-        f"**{told[0].upper()}{told[1:]}**: {with_interval(difference)}.",
+    return result, [
+        f"**{result[0].upper()}{result[1:]}**: {with_interval(difference)}.",
         _table(finding, runs, found),
         *([f"Open: {', '.join(missing)}."] if missing else []),
         f"{decided.episodes} episodes from {decided.states} initial states. {_hours(runs, name, out=out)}",

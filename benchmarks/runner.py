@@ -18,7 +18,7 @@ QUIET = ("logger=none", "callbacks.progress=null", "callbacks.trajectories=null"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What all starts of a run have taken, those that were interrupted too.
+    """Costs of all starts of a run, those that were interrupted too.
 
     Attributes:
         seconds: Seconds from start to end.
@@ -68,7 +68,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def cost_of(folder: Path) -> Cost:
-    """Return what a run has taken so far."""
+    """Return the costs of a run so far."""
     file = folder / _COST
     starts = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return Cost(

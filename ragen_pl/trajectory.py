@@ -155,7 +155,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerOutcome:
-    """What came of the answer to a program's request. Its environment returns it in `info` under `KEY`.
+    """Outcome of the answer to a program's request. Its environment returns it in `info` under `KEY`.
 
     Attributes:
         delivered: Whether the program got the answer.

@@ -18,7 +18,7 @@ FIRST_FAULT = Field(fail_fast=True)
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100
-# what pydantic's errors expect, in the words of the package's other messages
+# expectations of pydantic's errors, in the words of the package's other messages
 _EXPECTED: Mapping[str, str] = {
     "bool_type": "true or false",
     "dict_type": "an object",

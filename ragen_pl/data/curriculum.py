@@ -60,7 +60,7 @@ class TaskChoice(ABC):
 
     @abstractmethod
     def metrics(self, iteration: int) -> dict[str, float]:
-        """Return what an iteration's episodes were chosen by."""
+        """Return the metrics of an iteration's choice of episodes."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, object]:

@@ -23,7 +23,7 @@ _REDRAWS = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InitialState:
-    """What a reset shows of an initial state, and what it says about it.
+    """Observation and description of an initial state after a reset.
 
     Attributes:
         instructions: Rules of the environment.

@@ -49,7 +49,7 @@ COSTS = {
     "seconds": "seconds",
     "processor_seconds": "processor seconds",
 }
-"""What a run had taken before its validation, with names in tables."""
+"""Costs of a run before its validation, with names in tables."""
 
 _LOG_WIDTH = 120
 # settings that differ between runs of other seeds

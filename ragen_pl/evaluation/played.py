@@ -43,7 +43,7 @@ Key = tuple[int, int]
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is compared, and how.
+    """Settings of a comparison.
 
     Attributes:
         which: Validation of a run: `last`, `best`, or the number of iterations before it.

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from ragen_pl.trajectory import Trajectory
 
 Moment = Literal["start", "step", "end"]
-"""What happens to a phase of a run."""
+"""Event of a phase of a run."""
 
 
 @runtime_checkable

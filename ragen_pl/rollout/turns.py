@@ -75,7 +75,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnSettings:
-    """What the turn loop sets for an episode's next turn.
+    """Settings of the turn loop for an episode's next turn.
 
     Attributes:
         max_turns: Largest number of turns.
@@ -121,7 +121,7 @@ class PresentTurn(ABC):
     acts: ClassVar[bool] = True
     """Whether the environment carries out the response."""
     purpose: ClassVar[tuple[str, ...]] = ()
-    """What tells the seed of the turn from that of an action."""
+    """Keys of the turn's seed that an action's has not."""
 
     @abstractmethod
     def kind(self, episode: Episode) -> TurnKind:

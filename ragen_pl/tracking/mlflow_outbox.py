@@ -1,4 +1,4 @@
-"""What MLflow does for a run: it creates it, and takes the calls of `ragen_pl.tracking.mlflow_calls`.
+"""MLflow's part of a run: its creation, and the calls of `ragen_pl.tracking.mlflow_calls`.
 
 MLflow takes seconds to load. Runs load it in a process of its own, see `ragen_pl.tracking.mlflow_process`.
 """

@@ -50,7 +50,7 @@ Outcome = TypedDict(
 
 
 class Cost(TypedDict):
-    """What reinforcement learning has taken so far, without its validations and without the warm start.
+    """Costs of reinforcement learning so far, without its validations and without the warm start.
 
     Attributes:
         episodes: Number of sampled episodes.

@@ -20,6 +20,7 @@ from torch import Tensor
 from ragen_pl.algorithms.advantages.adaptive import AdaptiveBilevelGAE
 from ragen_pl.algorithms.advantages.gagpo import GroupGAE
 from ragen_pl.algorithms.advantages.gigpo import GroupInGroup, step_returns
+from ragen_pl.algorithms.advantages.graphgpo import GraphRelative
 from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
 from ragen_pl.algorithms.advantages.reinforce import BatchRelative, ReinforcePlusPlus
 from ragen_pl.algorithms.advantages.turn_baseline import (
@@ -258,3 +259,16 @@ def test_turn_baseline_of_the_reference(case: dict) -> None:
     )
     expected = torch.tensor(case["outputs"]["advantages"])
     torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("process", "sign"), [(EVERY_TURN_PAYS, 1), (MIXED, -1), (EVEN, -1)])
+def test_the_graph_of_states_leads_to_the_goal_whether_it_pays_or_not(process, sign) -> None:
+    """The goal is the end of the last turn. The size of the deviation is that in docs/algorithms.md."""
+    groups = Groups(process, members=3, gamma=1.0, one_state=False)
+    turns = groups.credit.turns
+    credit = replace(groups.credit, success=(turns == turns.max()).to(torch.int8))
+    found = groups.gradient(GraphRelative()(credit).advantages)
+    expected = groups.true_gradient(1.0)
+    cosine = float(found @ expected / (found.norm() * expected.norm()))
+    assert cosine * sign > 0
+    assert (1 - cosine**2) ** 0.5 < 0.02 if sign > 0 else (1 - cosine**2) ** 0.5 > 0.8
