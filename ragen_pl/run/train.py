@@ -131,35 +131,38 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
     start = time.perf_counter()
     # the folder keeps the words: later commands may use another environment, or a class with other words
     cfg = with_words(cfg)
-    first, launched = ranks.is_first(), is_launched()  # launched by another rank, which has checked
     run = configured_run(cfg)
+    # asked before `shared` marks what this process starts as launched; who launched a rank has checked and reported
+    first, launched = ranks.is_first(), is_launched()
     opened = open_run(cfg, run) if first else nullcontext()
     shared = sharing_with_children(run.folder, checkpoint=run.checkpoint)
-    with opened, shared, errors_told(ranks.report):
+    with opened, shared, errors_with_remedy(cfg, run):
+        quieten()
+        if not launched:
+            ranks.agree(cfg.trainer, run, config=config_digests(cfg))
+        check_start(cfg)
+        if first and checkpoint_bytes is not None:
+            kept = kept_checkpoints(build_named(cfg.callbacks))
+            check_space(run.folder, checkpoint=checkpoint_bytes, kept=kept)
+        if first:
+            log.info("building the model")
+        components = build(cfg)
+        loggers = build_loggers(cfg, run)
+        if first and not launched:
+            report_views(run, loggers)
+        with closing_at_end(loggers):
+            components = warm_start(components, run, loggers)
+            metrics = reinforce(components, run, loggers, start=start)
+    return TrainedRun(metrics, run.folder, components.policy)
+
+
+@contextmanager
+def errors_with_remedy(cfg: DictConfig, run: Run) -> Iterator[None]:
+    """Tell an error of the block to all ranks, and say in it how the run can be resumed."""
+    with errors_told(ranks.report):
         ranks.set_remedy(lambda: how_to_go_on(run))
         try:
-            quieten()
-            if not launched:
-                ranks.agree(cfg.trainer, run, config=config_digests(cfg))
-            report_accelerator(cfg.trainer.get("accelerator", "auto"))
-            check_optimizer(cfg.optimizer, key="optimizer")
-            if cfg.warm_start.enabled:
-                check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
-            if checkpoint_bytes is not None and first:
-                kept = kept_checkpoints(build_named(cfg.callbacks))
-                check_space(run.folder, checkpoint=checkpoint_bytes, kept=kept)
-            if first:
-                log.info("building the model")
-            with config_errors("model, context or validation set"):
-                components = assemble(cfg)
-            report_template(components.proxy.context)
-            loggers = build_loggers(cfg, run)
-            if first and not launched:
-                report_views(run, loggers)
-            with closing_at_end(loggers):
-                components = warm_start(components, run, loggers)
-                metrics = reinforce(components, run, loggers, start=start)
-                return TrainedRun(metrics, run.folder, components.policy)
+            yield
         except (RolloutError, RankStatesError) as error:
             raise ConfigError(str(error)) from error
         except NonFiniteError as error:
@@ -178,6 +181,22 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
                     )
                 error.add_note(how_to_go_on(run))
             raise
+
+
+def check_start(cfg: DictConfig) -> None:
+    """Check what needs no model, and say where the run computes."""
+    report_accelerator(cfg.trainer.get("accelerator", "auto"))
+    check_optimizer(cfg.optimizer, key="optimizer")
+    if cfg.warm_start.enabled:
+        check_optimizer(cfg.warm_start.optimizer, key="warm_start.optimizer")
+
+
+def build(cfg: DictConfig) -> RunComponents:
+    """Build the model, its environments and validation sets."""
+    with config_errors("model, context or validation set"):
+        components = assemble(cfg)
+    report_template(components.proxy.context)
+    return components
 
 
 @contextmanager
