@@ -116,6 +116,9 @@ _ALL_ONE = tuple(
     for name in ("gamma_turn", "lam_turn", "gamma_token", "lam_token")
 )
 
+# demonstrations of shortest paths, without plans
+_SOLVER = ("warm_start.demonstrator.noise=0.0", "warm_start.demonstrator.base=optimal")
+
 
 def _several_actions(most: int, *, turns: int) -> Overrides:
     """Return the settings of up to so many actions a turn, which are demonstrated."""
@@ -247,6 +250,39 @@ FINDINGS: dict[str, Finding] = {
         criterion=Criterion(more="trico", less="neither"),
         iterations=16,
     ),
+    "turn_value": Finding(
+        question="May the value at a turn's last token be the baseline of the whole turn?",
+        claim="Turn-level PPO with that baseline is better than PPO by tokens. By exact enumeration the turn's other "
+        "tokens get no gradient then.",
+        source="HyGAE, arXiv 2607.23605; also VAGEN's first version and AgileRL",
+        task="frozenlake_visual",
+        overrides=("algorithm=turn_ppo", *_NO_KL),
+        arms={
+            "value before the first token": (),
+            "value at the last token": ("algorithm.estimator.value_at=last_token",),
+        },
+        criterion=Criterion(more="value before the first token", less="value at the last token"),
+        iterations=16,
+    ),
+    "supervised": Finding(
+        question="Is RL after a solver's demonstrations better than more of them, at equal processor time?",
+        claim="RL generalizes beyond what supervised training on demonstrations reaches.",
+        source="Chu et al. 2025, arXiv 2501.17161; RAGEN compares RL with supervised training too",
+        task="frozenlake_visual",
+        overrides=("algorithm=trico",),
+        arms={
+            "supervised, then RL": (),
+            "supervised": ("trainer.max_epochs=0", "trainer.check_val_every_n_epoch=1"),
+            "RL after random demonstrations": (),
+        },
+        # 16 iterations take about as long as 450 steps
+        starts={
+            "supervised, then RL": _SOLVER,
+            "supervised": (*_SOLVER, "warm_start.steps=750"),
+        },
+        criterion=Criterion(more="supervised, then RL", less="supervised"),
+        iterations=16,
+    ),
     "estimators": Finding(
         question="Which estimator learns most from the same number of episodes?",
         claim="Credit by turns is better than one advantage for the whole episode.",
@@ -306,8 +342,8 @@ class Cell:
         """Return the overrides of the run. Half of its iterations lie between two validations."""
         finding = self.finding
         return (
-            *finding.start_of(self.arm), *finding.overrides, *finding.arms[self.arm], *_COMMON, f"seed={self.seed}",
             f"trainer.max_epochs={finding.iterations}", f"trainer.check_val_every_n_epoch={finding.iterations // 2}",
+            *finding.start_of(self.arm), *finding.overrides, *finding.arms[self.arm], *_COMMON, f"seed={self.seed}",
             f"warm_start.weights='{self.start(out) / 'warm_start.pt'}'",
         )  # fmt: skip
 

@@ -53,10 +53,10 @@ def write_report(
     """
     sections, rows = [], []
     for name, finding in findings.items():
-        runs: dict[str, dict[int, Path]] = {}
+        runs: dict[str, dict[int, Cell]] = {}
         for cell in cells(name, seeds=_seeds_in(out / name)):
             if is_finished(cell.folder(out)):
-                runs.setdefault(cell.arm, {})[cell.seed] = cell.folder(out)
+                runs.setdefault(cell.arm, {})[cell.seed] = cell
         result, body = _results(name, finding, runs, out=out, page=page)
         rows.append(f"| [{name}](#{name}) | {finding.question} | {result} |")
         sections.append("\n\n".join([f"## {name}", _claim(name, finding), *body]))
@@ -86,7 +86,7 @@ def _claim(name: str, finding: Finding) -> str:
 
 
 def _results(
-    name: str, finding: Finding, runs: Mapping[str, Mapping[int, Path]], *, out: Path, page: Path
+    name: str, finding: Finding, runs: Mapping[str, Mapping[int, Cell]], *, out: Path, page: Path
 ) -> tuple[str, list[str]]:
     """Return the verdict and the blocks below the claim."""
     criterion = finding.criterion
@@ -96,7 +96,7 @@ def _results(
     for arm in finding.arms:
         seeds = sorted(runs.get(arm, {}).keys() & base.keys())
         if arm != criterion.less and seeds:
-            sides = [[str(side[seed]) for seed in seeds] for side in (runs[arm], base)]
+            sides = [[str(side[seed].folder(out)) for seed in seeds] for side in (runs[arm], base)]
             found[arm] = compare(*sides, question)
     if criterion.more not in found:
         return "open", ["**Open**: no run of the two arms that decide has ended."]
@@ -105,28 +105,33 @@ def _results(
     result = verdict(difference, criterion, seeds=len(decided.sides[0]))
     plot = page.with_name(f"{page.stem}_{name}.png")
     curves = {
-        (arm, seed): curve_of(folder)
+        (arm, seed): curve_of(cell.folder(out))
         for arm, ended in runs.items()
-        for seed, folder in ended.items()
+        for seed, cell in ended.items()
     }
     draw(curves, title=name, file=plot, clock="processor minutes of RL")
     missing = [arm for arm in finding.arms if arm not in runs]
     return result, [
         f"**{result[0].upper()}{result[1:]}**: {with_interval(difference)}.",
-        _table(finding, runs, found),
+        _table(finding, runs, found, out=out),
         *([f"Open: {', '.join(missing)}."] if missing else []),
-        f"{decided.episodes} episodes from {decided.states} initial states. {_hours(runs, name, out=out)}",
+        f"{decided.episodes} episodes from {decided.states} initial states. {_hours(runs, out=out)}",
         f"![Success by iteration and by processor time]({plot.name})",
     ]
 
 
 def _table(
-    finding: Finding, runs: Mapping[str, Mapping[int, Path]], found: Mapping[str, Comparison]
+    finding: Finding,
+    runs: Mapping[str, Mapping[int, Cell]],
+    found: Mapping[str, Comparison],
+    *,
+    out: Path,
 ) -> str:
     less = finding.criterion.less
     lines = [
-        f"| arm | seeds | success | less *{less}* | return, less *{less}* | sampled tokens | processor s of a run |",
-        "|---|---|---|---|---|---|---|",
+        f"| arm | seeds | success | less *{less}* | return, less *{less}* | sampled tokens | processor s of a run "
+        "| and of its warm start |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     first = next(iter(found.values()))
     for arm in finding.arms:
@@ -139,18 +144,30 @@ def _table(
             with_interval(one.metrics[name].difference) if arm in found else ""
             for name in ("success", "return")
         ]
-        spent = [cost_of(folder).processor_seconds for folder in runs[arm].values()]
+        spent, before = (
+            np.mean([cost_of(folder).processor_seconds for folder in folders])
+            for folders in (
+                [cell.folder(out) for cell in runs[arm].values()],
+                [cell.start(out) for cell in runs[arm].values()],
+            )
+        )
         lines.append(
             f"| {arm} | {len(one.sides[side])} | {own.value:.3f} [{own.low:.3f}, {own.high:.3f}] | "
-            f"{' | '.join(differences)} | {one.costs[side]['response_tokens']:,.0f} | {np.mean(spent):.0f} |"
+            f"{' | '.join(differences)} | {one.costs[side]['response_tokens']:,.0f} | {spent:.0f} | {before:.0f} |"
         )
     return "\n".join(lines)
 
 
-def _hours(runs: Mapping[str, Mapping[int, Path]], name: str, *, out: Path) -> str:
-    folders = [folder for ended in runs.values() for folder in ended.values()]
-    spent = sum(cost_of(folder).processor_seconds for folder in folders)
-    return f"{len(folders)} runs took {spent / 3600:.2f} processor hours, without the warm starts."
+def _hours(runs: Mapping[str, Mapping[int, Cell]], *, out: Path) -> str:
+    ended = [cell for of_arm in runs.values() for cell in of_arm.values()]
+    spent, before = (
+        sum(cost_of(folder).processor_seconds for folder in folders) / 3600
+        for folders in ({cell.folder(out) for cell in ended}, {cell.start(out) for cell in ended})
+    )
+    return (
+        f"{len(ended)} runs took {spent:.2f} processor hours, and their warm starts {before:.2f}; "
+        "some of those are other findings' too."
+    )
 
 
 def curve_of(folder: Path) -> Curve:
