@@ -119,6 +119,8 @@ _ALL_ONE = tuple(
 # demonstrations of shortest paths, without plans
 _SOLVER = ("warm_start.demonstrator.noise=0.0", "warm_start.demonstrator.base=optimal")
 
+_WHOLE_HISTORY = ("context.window=all", "warm_start.batch_size=16", "warm_start.steps=600")
+
 
 def _several_actions(most: int, *, turns: int) -> Overrides:
     """Return the settings of up to so many actions a turn, which are demonstrated."""
@@ -281,6 +283,30 @@ FINDINGS: dict[str, Finding] = {
             "supervised": (*_SOLVER, "warm_start.steps=750"),
         },
         criterion=Criterion(more="supervised, then RL", less="supervised"),
+        iterations=16,
+    ),
+    "importance": Finding(
+        question="Does it help to train on the tokens that matter for the action, where most of the context does not?",
+        claim="None is published. The method is this project's: M_loss keeps the half of a turn's other tokens with "
+        "the highest gradient times input.",
+        source="docs/adaptive.md",
+        task="frozenlake_visual",
+        # of a history of boards only the last matters
+        overrides=_NO_KL,
+        arms={"trico_importance": ("algorithm=trico_importance",), "trico": ("algorithm=trico",)},
+        starts={"trico_importance": _WHOLE_HISTORY, "trico": _WHOLE_HISTORY},
+        criterion=Criterion(more="trico_importance", less="trico"),
+        iterations=16,
+    ),
+    "adaptive_discount": Finding(
+        question="Does a discount that follows the progress of the episode help, in a task with subgoals?",
+        claim="None is published. The method is this project's: the future counts more after success and less after a "
+        "setback.",
+        source="docs/adaptive.md",
+        task="sokoban",
+        overrides=_NO_KL,
+        arms={"trico_adaptive": ("algorithm=trico_adaptive",), "trico": ("algorithm=trico",)},
+        criterion=Criterion(more="trico_adaptive", less="trico"),
         iterations=16,
     ),
     "estimators": Finding(
