@@ -195,7 +195,11 @@ class Steps:
     def plain(self) -> Step:
         """Take the plain step."""
         (minibatch,) = MinibatchLoader(self.batch, epochs=1, minibatches=1, length_buckets=1)
-        self.policy.bundle.model.activation_checkpointing_disable()
+        model = self.policy.bundle.model
+        if hasattr(model, "activation_checkpointing_disable"):
+            model.activation_checkpointing_disable()
+        else:  # its name before transformers 5.23
+            model.gradient_checkpointing_disable()
         with torch.no_grad():
             (states,) = sampled_states(
                 self.reference.bundle,
