@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ragen_pl.base.checked import checked
+from ragen_pl.models.pretrained import check_loaded, without_reports
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -59,7 +60,8 @@ def import_gguf(
     Raises:
         FileNotFoundError: There is no such file.
         ModuleNotFoundError: The packages gguf or accelerate are not installed.
-        ValueError: The file is no GGUF file, or transformers does not read its architecture or tokenizer.
+        ValueError: The file is no GGUF file, transformers does not read its architecture or tokenizer, or weights are
+            missing.
     """
     path = Path(file).expanduser().absolute()
     if not path.is_file():
@@ -110,19 +112,24 @@ def _load_model(path: Path, *, dtype: torch.dtype) -> Any:
 
     architecture = _metadata(path).get("general.architecture", "unknown")
     try:
-        read = AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            dtype=dtype,
-            quantization_config=GgufConfig(dequantize=True),
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        with without_reports():
+            answer: Any = AutoModelForCausalLM.from_pretrained(
+                path.parent,
+                gguf_file=path.name,
+                dtype=dtype,
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
     except (KeyError, NotImplementedError, ValueError) as error:
         raise ValueError(
             f"file={path.name}: transformers reads no model of the GGUF architecture {architecture!r} "
             f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from error
+    read, loaded = answer
+    check_loaded(loaded, place=f"file={path.name}", remedy="give the whole file")
     model: torch.nn.Module = type(read)(_plain_config(read.config))
     model.to(dtype).load_state_dict(read.state_dict())
     return model

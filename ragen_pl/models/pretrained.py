@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
         ProcessorMixin,
     )
+
+log = logging.getLogger(__name__)
+# tensors that a message names, and its remedy
+_NAMED = 3
+_WHOLE = "give the whole folder that save_pretrained wrote, with its own config.json"
+# messages of transformers in whose place are others of this module; a report of conversions is kept
+_REPORT, _CONVERSION, _FLASH = "LOAD REPORT", "CONVERSION", "attempting to use Flash Attention"
 
 
 def read_config(path: str, where: Mapping[str, Any]) -> PretrainedConfig:
@@ -113,15 +120,22 @@ def read_model(
         settings: Other arguments of `from_pretrained`.
 
     Raises:
-        FileNotFoundError: Its files hold less than the config describes.
-        ValueError: transformers can't run the model with this attention, or on this machine.
+        FileNotFoundError: Its files have too few bytes for what the config describes.
+        ValueError: Weights are missing (`check_loaded`), or transformers can't run the model with this attention, or on
+            this machine.
     """
     if (problem := _size_problem(config, Path(path))) is not None:
         raise _no_model(path, problem)
     try:
-        with _without_advice_on_flash_attention():
-            model: PreTrainedModel = model_class(config).from_pretrained(
-                path, config=config, attn_implementation=attention, **settings
+        with without_reports():
+            model: PreTrainedModel
+            model, loaded = model_class(config).from_pretrained(
+                path,
+                config=config,
+                attn_implementation=attention,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **settings,
             )
     except ImportError as error:
         if "flash" not in str(attention):
@@ -137,15 +151,54 @@ def read_model(
             f"model.build.attn_implementation={attention}: transformers has no such attention for this family "
             f"({config.model_type}); set model.build.attn_implementation=eager"
         ) from error
+    check_loaded(loaded, place=f"model.build.path={path}")
     return model
 
 
+def check_loaded(loaded: Mapping[str, Any], *, place: str, remedy: str = _WHOLE) -> None:
+    """Check that a model has got all of its weights from its files, in their shapes.
+
+    transformers draws those that are missing, or of other shapes. A weight that is tied to another one and a buffer
+    that the class computes are not missing. Further tensors in the files, such as those of a head that the class does
+    not have, are left out with a line.
+
+    Args:
+        loaded: What `from_pretrained` says with `output_loading_info=True`.
+        place: What was loaded, for messages.
+        remedy: What to do about it, for messages.
+
+    Raises:
+        ValueError: Some are missing or have other shapes; it names the first ones.
+    """
+    if other := sorted(loaded["mismatched_keys"]):
+        name, in_file, expected = other[0]
+        more = f", and {len(other) - 1} more are of other shapes" if other[1:] else ""
+        raise ValueError(
+            f"{place}: its files hold {name} of shape {list(in_file)}, where the model has {list(expected)}{more}; "
+            f"{remedy}"
+        )
+    if missing := loaded["missing_keys"]:
+        raise ValueError(f"{place}: its files lack {_counted(missing)} of the model; {remedy}")
+    if unused := loaded["unexpected_keys"]:
+        log.warning(f"{place}: its files have {_counted(unused)} that the model does not use")
+
+
+def _counted(names: Collection[str]) -> str:
+    first = ", ".join(sorted(names)[:_NAMED])
+    kind = "tensor" if len(names) == 1 else "tensors"
+    return f"{len(names)} {kind} ({first}{', …' if len(names) > _NAMED else ''})"
+
+
 @contextmanager
-def _without_advice_on_flash_attention() -> Iterator[None]:
-    """Leave out advice to load the model on the GPU and in 16 bits: the Trainer moves it, and may use autocast."""
+def without_reports() -> Iterator[None]:
+    """Leave out messages of transformers: reports of what `check_loaded` says, and advice for flash attention.
+
+    The advice is to load the model on the GPU and in 16 bits. The Trainer moves it, and may use autocast.
+    """
 
     def is_other(record: logging.LogRecord) -> bool:
-        return "attempting to use Flash Attention" not in record.getMessage()
+        text = record.getMessage()
+        return _FLASH not in text and (_REPORT not in text or _CONVERSION in text)
 
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(is_other)

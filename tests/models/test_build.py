@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.models.families import FAMILIES
 from support.models.family_models import tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import Tensor
 from transformers import (
     AutoConfig,
     LlamaConfig,
@@ -34,6 +37,49 @@ def anonymous_bytes() -> int:
     """Return the bytes of this process's memory that are not a file's."""
     kilobytes = re.search(r"Anonymous: +(\d+) kB", ROLLUP.read_text())
     return 1024 * int(kilobytes[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder with two layers."""
+    tiny("llama3_2").save(tmp_path)
+    return tmp_path
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """Change the tensors in a folder's file of weights and return the folder."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+NORM = "model.norm.weight"
+
+
+def test_weights_that_a_folder_lacks_are_not_drawn(folder):
+    load_pretrained(str(folder))
+    rewritten(folder, lambda weights: weights.pop(NORM))
+    with pytest.raises(ValueError, match=rf"{folder}: its files lack 1 tensor \({NORM}\)"):
+        load_pretrained(str(folder))
+    rewritten(folder, lambda weights: [weights.pop(name) for name in list(weights)[:5]])
+    with pytest.raises(ValueError, match=r"lack 6 tensors \(.*, …\) of the model; give the whole"):
+        load_pretrained(str(folder))
+
+
+def test_weights_of_other_shapes_are_not_drawn(folder, capsys):
+    rewritten(folder, lambda weights: weights.update({NORM: weights[NORM][:-1].clone()}))
+    with pytest.raises(ValueError, match=rf"hold {NORM} of shape \[\d+\], where the model has \["):
+        load_pretrained(str(folder))
+    # transformers' own report of it has many lines
+    assert "LOAD REPORT" not in "".join(capsys.readouterr())
+
+
+def test_tensors_that_the_model_does_not_use_are_named(folder, caplog):
+    rewritten(folder, lambda weights: weights.update({"head.weight": torch.ones(2)}))
+    load_pretrained(str(folder))
+    assert "its files have 1 tensor (head.weight) that the model does not use" in caplog.text
 
 
 @pytest.mark.skipif(not ROLLUP.exists(), reason="needs Linux's table of a process's memory")
