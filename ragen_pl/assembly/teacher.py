@@ -20,7 +20,7 @@ from ragen_pl.base.constraints import Count
 from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.chat_formats.template_source import template_source
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.config.trust import check_folder, check_settings, is_own
+from ragen_pl.config.trust import check_folder, check_settings, is_own, is_own_folder
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
@@ -88,10 +88,10 @@ class Teacher:
         """Settings that the model is built with: the nodes `model` and `env`."""
         found = self._found
         settings = {key: found.settings().get(key, {}) for key in ("model", "env")}
-        if not (self.trust or is_own(found.settings_file)):
+        if not (self.trust or is_own_folder(found.settings_file)):
             check_folder(found.folder, key=self._place, is_model=found.is_folder)
-            if not found.is_folder:
-                check_settings(settings, file=found.settings_file, given=None)
+        if not (self.trust or found.is_folder or is_own(found.settings_file)):
+            check_settings(settings, file=found.settings_file, given=None)
         if found.is_folder:
             build = {
                 "_target_": _PRETRAINED,

@@ -8,7 +8,8 @@ name any code. It is read under this rule:
                 texts that a shipped class declares as in need of trust (`needs_trust`), only there too
     trust=true on the command line ──► as it is
 
-A file that this account wrote ends with a signature, by a key that only the account can read (`key_file`).
+A file that this account wrote ends with a signature, by a key that only the account can read (`key_file`). It is of the
+file's text, in which the folder is named too: a copy counts for its settings, and not for what it lies beside.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import functools
 import hmac
 import io
+import json
 import os
 import re
 import secrets
@@ -35,7 +37,7 @@ from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.paths import config_dir
 from ragen_pl.config.signatures import declared_trust
 
-_SIGNATURE = "# signature of ragen_pl: "
+_SIGNATURE, _FOLDER = "# signature of ragen_pl: ", "# folder: "
 # settings whose texts are for a model
 _TEXTS = "context."
 # groups whose options name what a checkpoint is used with; other engines take arguments that name code
@@ -70,20 +72,35 @@ def key_file() -> Path:
 
 def write_settings(file: Path, text: str) -> None:
     """Write settings with this account's signature; without one where the account can keep no key."""
-    signature = signed(text)
-    line = f"{_SIGNATURE}{signature}\n" if signature else ""
-    file.write_text(text + line, encoding="utf-8")
+    place = f"{_FOLDER}{json.dumps(str(file.parent.resolve()))}\n"
+    signature = signed(text + place)
+    lines = f"{place}{_SIGNATURE}{signature}\n" if signature else ""
+    file.write_text(text + lines, encoding="utf-8")
 
 
 def is_own(file: Path) -> bool:
-    """Return whether this account wrote a file of settings, and nobody has changed it since."""
+    """Return whether this account wrote a file of settings, and nobody has changed it since.
+
+    It may be a copy in somebody else's folder, see `is_own_folder`.
+    """
+    return bool(_own_text(file))
+
+
+def is_own_folder(file: Path) -> bool:
+    """Return whether this account wrote a file of settings into the folder that it is in."""
+    _, found, folder = _own_text(file).rpartition(_FOLDER.encode())
+    return bool(found) and folder.strip() == json.dumps(str(file.parent.resolve())).encode()
+
+
+def _own_text(file: Path) -> bytes:
+    """Return the text of a file of settings that this account wrote; empty for another one."""
     try:
         if not file.is_file() or file.stat().st_size > _MAX_BYTES:
-            return False
+            return b""
         text, found, signature = file.read_bytes().rpartition(_SIGNATURE.encode())
     except OSError:
-        return False
-    return bool(found) and is_signed(text, signature.strip())
+        return b""
+    return text if found and is_signed(text, signature.strip()) else b""
 
 
 def signed(text: str) -> str:

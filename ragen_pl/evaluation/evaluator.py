@@ -304,8 +304,13 @@ def evaluate(cfg: DictConfig) -> Evaluation:
     evaluation = evaluator.evaluation
     print_tables(evaluation.about, evaluation.validation_sets)
     write_report(evaluation.about, evaluation.validation_sets, folder=folder)
+    run = tracked_run(cfg)
     location = log_evaluation(
-        evaluation.validation_sets, cfg=plain(cfg), folder=folder, run=tracked_run(cfg)
+        evaluation.validation_sets,
+        cfg=plain(cfg),
+        folder=folder,
+        run=run,
+        of=None if run is None or cfg.trust else Path(cfg.source.run),
     )
     log.info("%-11s%s", "written to", folder)
     log.info("%-11s%s", "MLflow", location)

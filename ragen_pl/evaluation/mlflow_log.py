@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.base.records import FILE, read_records
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.tracking.mlflow_run import flattened, known_run, may_name
+from ragen_pl.tracking.mlflow_run import flattened, known_run, may_name, other_folder
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def tracked_run(cfg: DictConfig) -> dict[str, str] | None:
-    """Return `run_id` and `tracking_uri` of the training run in MLflow, None without one.
+    """Return `run_id`, `tracking_uri` and `signature` of the training run in MLflow, None without one.
 
     The server that somebody else's run names is not used.
     """
@@ -44,6 +44,7 @@ def log_evaluation(
     cfg: Mapping[str, object],
     folder: Path,
     run: Mapping[str, str] | None,
+    of: Path | None = None,
 ) -> str:
     """Log an evaluation and return a text that says where.
 
@@ -55,7 +56,8 @@ def log_evaluation(
         validation_sets: Settings and metrics as in `evaluation.json`.
         cfg: Settings of the evaluation.
         folder: Folder of the evaluation's files.
-        run: `run_id` and `tracking_uri` of the training run; None if it was not logged to MLflow.
+        run: `run_id`, `tracking_uri` and `signature` of the training run; None if it was not logged to MLflow.
+        of: Folder of the training run, which has to be that of its MLflow run; None for one that is trusted.
 
     Raises:
         ConfigError: MLflow does not know the training run, or refuses a request.
@@ -67,7 +69,10 @@ def log_evaluation(
 
     client, parent = MlflowClient(run["tracking_uri"]), run["run_id"]
     try:
-        experiment = client.get_run(parent).info.experiment_id
+        found = client.get_run(parent)
+        if of is not None and (problem := other_folder(run, found.data.tags, of)) is not None:
+            return f"not logged: {problem}"
+        experiment = found.info.experiment_id
         tags = {"mlflow.parentRunId": parent, "evaluation": str(folder)}
         child = client.create_run(experiment, run_name=f"evaluation {folder.name}", tags=tags)
         child_id = child.info.run_id

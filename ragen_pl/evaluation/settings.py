@@ -34,7 +34,13 @@ from ragen_pl.config.references import (
     with_references,
 )
 from ragen_pl.config.settings import keys_of
-from ragen_pl.config.trust import check_folder, check_settings, is_own, replaced_by
+from ragen_pl.config.trust import (
+    check_folder,
+    check_settings,
+    is_own,
+    is_own_folder,
+    replaced_by,
+)
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.tracking.checkpoints import Checkpoint, find_checkpoint
@@ -150,9 +156,10 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         references |= references_in(with_model, "model")
     if (ckpt or model) and not env and not has_run:
         raise ConfigError("env has no value, and the weights name no environment; set env=…")
-    if ckpt and not (_is_true(overrides, "trust") or is_own(checkpoint.settings_file)):
-        check_folder(checkpoint.folder, key=f"ckpt={ckpt}", is_model=checkpoint.is_folder)
-        if has_run:
+    if ckpt and not _is_true(overrides, "trust"):
+        if not is_own_folder(checkpoint.settings_file):
+            check_folder(checkpoint.folder, key=f"ckpt={ckpt}", is_model=checkpoint.is_folder)
+        if has_run and not is_own(checkpoint.settings_file):
             _check_foreign(settings, overrides, checkpoint)
     if has_run and not env:
         references |= references_of_environment(

@@ -39,7 +39,13 @@ from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.checkpoints.folder import Run, run_of
 from ragen_pl.checkpoints.rank_states import load_rank_states
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.config.trust import check_folder, check_settings, is_own, run_settings
+from ragen_pl.config.trust import (
+    check_folder,
+    check_settings,
+    is_own,
+    is_own_folder,
+    run_settings,
+)
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.engines.protocol import EnginePolicy
 from ragen_pl.modules.critic import CriticModule
@@ -180,8 +186,9 @@ def read_settings(file: Path, *, trusted: bool) -> DictConfig:
     for name in _GROUPS:
         if not isinstance(settings.get(name), dict):
             raise ConfigError(f"{file}: {name}={settings.get(name)}: expected a group of settings")
-    if not (trusted or is_own(file)):
+    if not (trusted or is_own_folder(file)):
         check_folder(file.parent, key=str(file.parent))
+    if not (trusted or is_own(file)):
         settings = _used(settings)
         check_settings(settings, file=file, given=None, shipped=_SHIPPED)
     read = OmegaConf.create(settings)

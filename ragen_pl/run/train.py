@@ -64,7 +64,7 @@ from ragen_pl.checkpoints.starts import counted_start
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
 from ragen_pl.config.start_settings import keep_settings
-from ragen_pl.config.trust import check_folder, is_own
+from ragen_pl.config.trust import check_folder, is_own_folder
 from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
@@ -208,7 +208,7 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
     """
     config = run.folder / "config.yaml"
     is_run = run.resumed or os.path.lexists(config)
-    if is_run and not (cfg.trust or is_own(config)):
+    if is_run and not (cfg.trust or is_own_folder(config)):
         check_folder(run.folder, key=f"paths.run_dir={run.folder}")
         if cfg.logger and not cfg.logger.get("uri"):
             check_address(run.folder, cfg.paths.root)

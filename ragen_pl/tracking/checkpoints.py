@@ -17,7 +17,7 @@ from ragen_pl.checkpoints.checkpoint_check import text_in
 from ragen_pl.checkpoints.folder import Run, last_whole, run_of, time_of
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.trust import is_own, run_settings
-from ragen_pl.tracking.mlflow_run import RUN_FILE, check_reachable, known_run, tracking_uri
+from ragen_pl.tracking.mlflow_run import RUN_DIR, RUN_FILE, check_reachable, known_run, tracking_uri
 
 log = logging.getLogger(__name__)
 
@@ -207,10 +207,10 @@ def _run_in_mlflow(run_id: str, *, root: str) -> Path:
         raise ConfigError(
             f"ckpt={run_id}: MLflow at {uri} knows no such run; set paths.root or MLFLOW_TRACKING_URI"
         ) from error
-    run = tags.get("run_dir")
+    run = tags.get(RUN_DIR)
     if not run:
         raise ConfigError(
-            f"ckpt={run_id}: this MLflow run was not written by ragen_pl (it has no tag run_dir)"
+            f"ckpt={run_id}: this MLflow run was not written by ragen_pl (it has no tag {RUN_DIR})"
         )
     if not (Path(run) / "config.yaml").exists():
         raise ConfigError(

@@ -27,7 +27,7 @@ from ragen_pl.base.files import disk_errors_of
 from ragen_pl.base.settings_files import newest_settings
 from ragen_pl.checkpoints.lock import hold
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.config.trust import check_folder, is_own
+from ragen_pl.config.trust import check_folder, is_own_folder
 from ragen_pl.metrics.record import MetricsRecord, Point, RecordReader, entries
 from ragen_pl.tracking.mlflow_calls import FOLDER, LazyClient, RunCalls, last_position
 from ragen_pl.tracking.mlflow_process import process_of_run
@@ -172,7 +172,12 @@ class RunLogger(KeepsRecord, MLFlowLogger):
         self._process = process_of_run()
         start = None if self._resumed else self._start_run()
         calls = self.folder / FOLDER
-        self._sender = self._process.sender(self.folder) if self._process else _sender(self.folder)
+        trusted = bool(self.settings.get("trust"))
+        self._sender = (
+            self._process.sender(self.folder, trusted=trusted)
+            if self._process
+            else _sender(self.folder, trusted=trusted)
+        )
         self._outbox = Outbox(calls, self._sender)
         self._calls = RunCalls(self._outbox, folder=self.folder)
         self._client = LazyClient(self._tracking_uri, calls=self._calls)
@@ -357,7 +362,7 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
     Raises:
         ConfigError: It cannot be sent, the run is under way, is not in MLflow, or may be somebody else's.
     """
-    if not (trusted or is_own(newest_settings(folder))):
+    if not (trusted or is_own_folder(newest_settings(folder))):
         check_folder(folder, key=f"run={folder}")
     known = known_run(folder)
     # a run's folder is in <root>/<environment>
@@ -371,7 +376,9 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
             f"run={folder}: expected the folder of a run in MLflow, with its {RUN_FILE}"
         )
     with hold(folder), config_errors(f"run={folder}"):
-        outbox = Outbox(folder / FOLDER, _sender(folder))
+        sender = _sender(folder, trusted=trusted)
+        sender.check()
+        outbox = Outbox(folder / FOLDER, sender)
         unsent = outbox.close(limit_s=_SYNC_S)
     if unsent is not None:
         raise ConfigError(
@@ -380,9 +387,9 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
     return f"MLflow at {known['tracking_uri']} has all of {folder}"
 
 
-def _sender(folder: Path) -> MlflowSender:
+def _sender(folder: Path, *, trusted: bool) -> MlflowSender:
     """Return the sender of a run's calls in this process."""
     from ragen_pl.tracking import mlflow_outbox
 
     mlflow_outbox.quieten()
-    return mlflow_outbox.MlflowSender(folder)
+    return mlflow_outbox.MlflowSender(folder, trusted=trusted)

@@ -9,7 +9,7 @@ import logging
 import re
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -41,9 +41,12 @@ from ragen_pl.tracking.mlflow_calls import (
     Whole,
 )
 from ragen_pl.tracking.mlflow_run import (
+    RUN_DIR,
     UNTHINNED,
+    OtherRunError,
     check_reachable,
     known_run,
+    other_folder,
     version_tags,
     write_run_file,
 )
@@ -94,11 +97,13 @@ class MlflowSender:
 
     Args:
         folder: Folder of the run, with its `RUN_FILE`.
+        trusted: Whether it is taken at its word that the MLflow run is its own.
     """
 
-    def __init__(self, folder: Path) -> None:
-        known = known_run(folder)
-        self.folder, self.uri, self.run_id = folder, known["tracking_uri"], known["run_id"]
+    def __init__(self, folder: Path, *, trusted: bool = False) -> None:
+        self._known, self._trusted = known_run(folder), trusted
+        self.folder, self.uri = folder, self._known["tracking_uri"]
+        self.run_id = self._known["run_id"]
         self.experiment_id: str | None = None
         self._client: Any = None
         sends: dict[str, Callable[..., None]] = {
@@ -116,22 +121,51 @@ class MlflowSender:
         }
         self._sends = {name: validate_call(send) for name, send in sends.items()}
 
+    def check(self) -> None:
+        """Check that the run is that of the folder, where the server answers and knows it.
+
+        Raises:
+            OtherRunError: It is that of another one.
+        """
+        try:
+            check_reachable(self.uri)
+            tags = MlflowClient(self.uri).get_run(self.run_id).data.tags
+        except (ConfigError, MlflowException):
+            return  # as `begin` tells
+        self._check_folder(tags)
+
     def begin(self) -> bool:
-        """Find the run; return whether it is a new one."""
+        """Find the run; return whether it is a new one.
+
+        Raises:
+            OtherRunError: The run is that of another folder.
+        """
         # MLflow itself would repeat a request for minutes
         check_reachable(self.uri)
         self._client = MlflowClient(self.uri)
         try:
-            self.experiment_id = self._client.get_run(self.run_id).info.experiment_id
+            run = self._client.get_run(self.run_id)
         except MlflowException as error:
             start = next(calls_in(self.folder / FOLDER), {})
             if error.error_code != _NOT_FOUND or start.get("call") != "start":
                 raise
             self.send(start)  # checks it
-            self.run_id, self.experiment_id = create_run(self._client, start, uri=self.uri)
+            tags = {**start["tags"], RUN_DIR: str(self.folder)}
+            self.run_id, self.experiment_id = create_run(
+                self._client, {**start, "tags": tags}, uri=self.uri
+            )
             write_run_file(self.folder, run_id=self.run_id, uri=self.uri)
             return True
+        self._check_folder(run.data.tags)
+        self.experiment_id = run.info.experiment_id
+        if run.data.tags.get(RUN_DIR) != str(self.folder):  # it was moved
+            self._client.set_tag(self.run_id, RUN_DIR, str(self.folder))
         return False
+
+    def _check_folder(self, tags: Mapping[str, str]) -> None:
+        problem = other_folder(self._known, tags, self.folder)
+        if problem is not None and not self._trusted:
+            raise OtherRunError(problem)
 
     def send(self, call: Call) -> None:
         """Send a call.
@@ -272,7 +306,7 @@ def start_run(folder: Path, *, experiment: str, uri: str) -> dict[str, Any]:
     start: dict[str, Any] = {
         "experiment": experiment,
         "name": "/".join(folder.parts[-2:]),
-        "tags": {**version_tags(), "run_dir": str(folder)},
+        "tags": {**version_tags(), RUN_DIR: str(folder)},
     }
     try:
         if store is None:

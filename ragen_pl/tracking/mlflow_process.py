@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragen_pl.base.error_text import error_text
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.tracking.mlflow_run import known_run
+from ragen_pl.tracking.mlflow_run import OtherRunError, known_run
 from ragen_pl.tracking.outbox import Call, RefusedError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # an answer without an error, and errors that keep their class
 _OK = "ok"
-_KEPT = {error.__name__: error for error in (ConfigError, RefusedError)}
+_KEPT = {error.__name__: error for error in (ConfigError, OtherRunError, RefusedError)}
 
 
 class MlflowProcess:
@@ -42,13 +42,13 @@ class MlflowProcess:
         start: dict[str, Any] = self._ask("start_run", folder, experiment, uri)
         return start
 
-    def sender(self, folder: Path) -> ProcessSender:
-        """Return the sender of a run's calls."""
-        return ProcessSender(self, folder)
+    def sender(self, folder: Path, *, trusted: bool = False) -> ProcessSender:
+        """Return the sender of a run's calls, see `MlflowSender`."""
+        return ProcessSender(self, folder, trusted=trusted)
 
-    def begin(self, folder: Path) -> tuple[bool, str, str]:
+    def begin(self, folder: Path, *, trusted: bool) -> tuple[bool, str, str]:
         """Connect, see `MlflowSender.begin`; return its result and the ids of run and experiment."""
-        begun: tuple[bool, str, str] = self._ask("begin", folder)
+        begun: tuple[bool, str, str] = self._ask("begin", folder, trusted)
         return begun
 
     def send(self, call: Call) -> None:
@@ -108,16 +108,19 @@ class ProcessSender:
     Args:
         process: The process.
         folder: Folder of the run.
+        trusted: See `MlflowSender`.
     """
 
-    def __init__(self, process: MlflowProcess, folder: Path) -> None:
-        self._process, self._folder = process, folder
+    def __init__(self, process: MlflowProcess, folder: Path, *, trusted: bool) -> None:
+        self._process, self._folder, self._trusted = process, folder, trusted
         self.run_id: str = known_run(folder)["run_id"]
         self.experiment_id: str | None = None
 
     def begin(self) -> bool:
         """Find the run; return whether it is a new one."""
-        is_new, self.run_id, self.experiment_id = self._process.begin(self._folder)
+        is_new, self.run_id, self.experiment_id = self._process.begin(
+            self._folder, trusted=self._trusted
+        )
         return is_new
 
     def send(self, call: Call) -> None:
@@ -167,8 +170,8 @@ def main() -> None:
     def start_run(folder: Path, experiment: str, uri: str) -> dict[str, Any]:
         return mlflow_outbox.start_run(folder, experiment=experiment, uri=uri)
 
-    def begin(folder: Path) -> tuple[bool, str, str | None]:
-        senders[:] = [mlflow_outbox.MlflowSender(folder)]
+    def begin(folder: Path, trusted: bool) -> tuple[bool, str, str | None]:
+        senders[:] = [mlflow_outbox.MlflowSender(folder, trusted=trusted)]
         is_new = senders[0].begin()
         return is_new, senders[0].run_id, senders[0].experiment_id
 

@@ -20,11 +20,18 @@ from ragen_pl.config.trust import is_signed, signed
 RUN_FILE = "mlflow_run.json"
 """File in a run's folder with the id of its MLflow run."""
 
+RUN_DIR = "run_dir"
+"""Tag of an MLflow run: the folder of its run."""
+
 UNTHINNED = ("val", "warm_start/", "collapse/")
 """Beginnings of metrics that are logged at all iterations: validations, steps of the warm start, alarms."""
 
 _TIMEOUT_S = 3.0
 _PACKAGES = ("ragen_pl", "torch", "lightning", "transformers", "mlflow")
+
+
+class OtherRunError(ConfigError):
+    """An MLflow run that a folder names is that of another folder."""
 
 
 def tracking_uri(root: str | Path, *, uri: str | None = None) -> str:
@@ -70,6 +77,34 @@ def known_run(folder: Path) -> dict[str, str]:
     return known | {"signature": signature if isinstance(signature, str) else ""}
 
 
+def is_own_note(known: Mapping[str, str]) -> bool:
+    """Return whether this account wrote where a run is tracked, see `known_run`."""
+    return is_signed(_signed_text(known), known["signature"].encode("utf-8", "replace"))
+
+
+def other_folder(known: Mapping[str, str], tags: Mapping[str, str], folder: Path) -> str | None:
+    """Return, as a clause, that an MLflow run is not that of a folder; None where it is.
+
+    A folder may be a copy, or somebody else's that names any run of a store: the run's own tag says which folder it
+    belongs to. A folder of this account may have been moved.
+
+    Args:
+        known: Content of the folder's file, see `known_run`.
+        tags: Tags of the MLflow run.
+        folder: The folder.
+    """
+    own = tags.get(RUN_DIR, "")
+    if own and os.path.realpath(own) == os.path.realpath(folder):
+        return None
+    if own and is_own_note(known) and not os.path.exists(own):
+        return None
+    whose = f"is that of the folder {own}" if own else "is that of no folder"
+    return (
+        f"the MLflow run {known['run_id']} {whose}, not of {folder}, so nothing is sent; set trust=true if it is the "
+        f"same run, or remove {RUN_FILE} there"
+    )
+
+
 def may_name(known: Mapping[str, str], root: str | Path) -> bool:
     """Return whether a run's folder may name an address: this account wrote it there, or tracks there anyway.
 
@@ -77,8 +112,7 @@ def may_name(known: Mapping[str, str], root: str | Path) -> bool:
         known: Content of the run's file, see `known_run`.
         root: Folder of the runs.
     """
-    own = is_signed(_signed_text(known), known["signature"].encode("utf-8", "replace"))
-    return own or known["tracking_uri"] == tracking_uri(root)
+    return is_own_note(known) or known["tracking_uri"] == tracking_uri(root)
 
 
 def check_address(folder: Path, root: str | Path) -> None:

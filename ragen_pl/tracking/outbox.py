@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 Call = Mapping[str, Any]
 
 _CALLS, _SENT = "calls.jsonl", "sent.json"
+# characters of an error in a message
+_SHOWN = 500
 # seconds between attempts: it doubles from the first to the last
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 60.0
 
@@ -119,7 +121,7 @@ class Outbox:
             return None
         unsent = sum(1 for _ in whole_lines(self._folder / _CALLS, start=self._sent))
         trouble = self._trouble or f"no answer for {limit_s:g} s"
-        return f"{unsent} calls are not sent ({' '.join(str(trouble).split())[:200]})"
+        return f"{unsent} calls are not sent ({' '.join(str(trouble).split())[:_SHOWN]})"
 
     @property
     def _is_empty(self) -> bool:
@@ -170,7 +172,7 @@ class Outbox:
     def _note_trouble(self, error: Exception, pause: float) -> None:
         if not self._has_warned:
             self._has_warned = True
-            text = " ".join(str(error).split())[:200]
+            text = " ".join(str(error).split())[:_SHOWN]
             log.warning(f"tracking: {text}; the run goes on and sends its metrics later")
         with self._changed:
             self._trouble = error

@@ -25,11 +25,12 @@ from ragen_pl.checkpoints.folder import Run
 from ragen_pl.config import ConfigError, config_dir, trust
 from ragen_pl.config.check import class_path
 from ragen_pl.config.signatures import declared_trust, read_signature
+from ragen_pl.evaluation.mlflow_log import log_evaluation
 from ragen_pl.metrics.record import MetricsRecord
 from ragen_pl.replaying.step import read_settings
 from ragen_pl.run.train import open_run
 from ragen_pl.tracking.loggers import RunLogger
-from ragen_pl.tracking.mlflow_run import write_run_file
+from ragen_pl.tracking.mlflow_run import known_run, write_run_file
 from ragen_pl.tracking.outbox import RefusedError
 
 pytestmark = pytest.mark.usefixtures("composed_once")
@@ -417,6 +418,80 @@ def test_calls_of_somebody_else_stay_in_the_store_of_this_account(
     (written,) = (file for file in tmp_path.rglob("*.txt"))
     assert written.read_text() == "whole"
     assert written.is_relative_to(tmp_path / "mlartifacts")
+
+
+@pytest.fixture
+def store(empty_store, tmp_path, monkeypatch) -> str:
+    """Address of a store of this account."""
+    store = Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
+    return f"sqlite:///{store}"
+
+
+def stored(uri: str, folder: Path) -> dict[str, str]:
+    """Return the tags of a folder's MLflow run."""
+    from mlflow.tracking import MlflowClient
+
+    tags: dict[str, str] = MlflowClient(uri).get_run(known_run(folder)["run_id"]).data.tags
+    return tags
+
+
+def test_no_folder_changes_the_mlflow_run_of_another_one(run, command, store, tmp_path, capsys):
+    from ragen_pl.tracking.mlflow_outbox import start_run
+
+    mine = tmp_path / "mine"
+    start_run(mine, experiment="mine", uri=store)
+    before = stored(store, mine)
+    foreign = {"run_id": known_run(mine)["run_id"], "tracking_uri": store}
+    call = json.dumps({"call": "tag", "key": "changed", "value": "yes"}) + "\n"
+    (run / "mlflow").mkdir()
+    # its own words, or a copy of what this account wrote
+    for content in (json.dumps(foreign), (mine / "mlflow_run.json").read_text()):
+        (run / "mlflow_run.json").write_text(content)
+        (run / "mlflow" / "calls.jsonl").write_text(call)
+        refused = command("sync", f"run={run}").refused()
+        assert f"is that of the folder {mine}, not of {run}" in refused
+        logger = RunLogger(run_dir=str(run), settings={"trust": False})
+        logger.close()
+        assert f"is that of the folder {mine}, not of {run}" in capsys.readouterr().out
+        assert stored(store, mine) == before
+        tables = log_evaluation({}, cfg={"traces": 0}, folder=run, run=known_run(run), of=run)
+        assert tables.startswith("not logged: the MLflow run")
+    (run / "mlflow" / "calls.jsonl").write_text(call)
+    assert command("sync", f"run={run}", "trust=true").code == 0
+    assert stored(store, mine)["changed"] == "yes"
+
+
+def test_the_mlflow_run_of_a_folder_that_was_moved_goes_on(run, command, store, tmp_path):
+    from ragen_pl.tracking.mlflow_outbox import start_run
+
+    mine = tmp_path / "mine"
+    start_run(mine, experiment="mine", uri=store)
+    moved = mine.rename(tmp_path / "moved")
+    (moved / "mlflow").mkdir()
+    call = json.dumps({"call": "tag", "key": "changed", "value": "yes"}) + "\n"
+    (moved / "mlflow" / "calls.jsonl").write_text(call)
+    assert command("sync", f"run={moved}").code == 0
+    assert stored(store, moved)["changed"] == "yes" and stored(store, moved)["run_dir"] == str(
+        moved
+    )
+
+
+def test_a_copy_of_own_settings_vouches_for_nothing_beside_it(run, command, tmp_path):
+    """What this account wrote is taken at its word in any folder, and links in no other than its own."""
+    settings = run / "config.yaml"
+    trust.write_settings(settings, settings.read_text())
+    copied = Path(shutil.copytree(run, tmp_path / "theirs"))
+    for folder in (run, copied):
+        assert trust.is_own(folder / "config.yaml")
+        assert trust.is_own_folder(folder / "config.yaml") == (folder == run)
+        _linked(folder / "checkpoints" / "best.ckpt", tmp_path / "secret")
+    for name, more in (("evaluate", ["to=out"]), ("play", ["save=null"]), ("export", ["to=out"])):
+        refused = command(name, f"ckpt={copied}", "device=cpu", *more).refused()
+        assert "best.ckpt is a link that leads out of the folder" in refused
+    read_settings(settings, trusted=False)
+    with pytest.raises(ConfigError, match=r"best\.ckpt is a link"):
+        read_settings(copied / "config.yaml", trusted=False)
 
 
 def test_positions_of_somebody_else_are_points_of_the_runs_record(
