@@ -75,7 +75,7 @@ def assemble(cfg: DictConfig) -> RunComponents:
         reference.check(bundle)
     policy = build_policy(bundle, cfg["update"])
     estimator: Estimator = instantiate(cfg.algorithm.estimator, _convert_="all")
-    context = ContextManager(bundle, **plain(cfg.context))
+    context = build_context(bundle, cfg.context)
     if _predicts_text(cfg):
         context.record_roles()
     proxy = build_proxy(
@@ -147,6 +147,16 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
 def build_policy(bundle: ModelBundle, update: DictConfig) -> PolicyModule:
     """Build the policy of a model, with the settings of the node `update`."""
     return PolicyModule(bundle, update=read_settings(UpdateSettings, update))
+
+
+def build_context(bundle: ModelBundle, context: DictConfig) -> ContextManager:
+    """Build what writes the prompts of a model, with the settings of the node `context`.
+
+    Raises:
+        ConfigError: The model's tokenizer or chat template can't write them.
+    """
+    with config_errors("context, or the model's tokenizer"):
+        return ContextManager(bundle, **plain(context))
 
 
 def build_proxy(

@@ -13,14 +13,18 @@ from omegaconf import DictConfig
 
 from ragen_pl.agent_programs.serving.server import AgentServer
 from ragen_pl.agent_programs.serving.session import Event, EventKind, Session, SessionLimits
-from ragen_pl.assembly.build import build_engine, device_named, episode_settings, plain
+from ragen_pl.assembly.build import (
+    build_context,
+    build_engine,
+    device_named,
+    episode_settings,
+)
 from ragen_pl.assembly.weights import load_bundle
 from ragen_pl.config.settings import read_settings
 from ragen_pl.deployment.answering import PolicyAnswers
 from ragen_pl.deployment.checks import client_keys, open_socket
 from ragen_pl.deployment.histories import Histories
 from ragen_pl.deployment.settings import ServeSettings
-from ragen_pl.prompts.context import ContextManager
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -37,7 +41,7 @@ def serve(cfg: DictConfig) -> None:
     """
     log.info("loading the model")
     bundle = load_bundle(cfg).to(device_named(cfg.device))
-    context = ContextManager(bundle, **plain(cfg.context))
+    context = build_context(bundle, cfg.context)
     settings = read_settings(ServeSettings, cfg)
     histories = Histories(
         max_calls=settings.history_calls, max_bytes=settings.history_mb * 1024 * 1024

@@ -29,13 +29,13 @@ from rich.table import Table
 
 from ragen_pl.assembly.build import (
     build_bundle,
+    build_context,
     build_critic,
     build_engine,
     build_environments,
     build_policy,
     build_proxy,
     device_named,
-    plain,
 )
 from ragen_pl.assembly.weights import load_initial_weights
 from ragen_pl.base.files import atomic_write
@@ -169,7 +169,7 @@ def audit(cfg: DictConfig) -> Audit:
     proxy = build_proxy(
         run.rollout,
         environments=build_environments(run.env, record_states=True),
-        context=ContextManager(bundle, **plain(run.context)),
+        context=build_context(bundle, run.context),
     )
     with closing(build_engine(run.rollout.engine, bundle)) as engine:
         engine.load_weights(0)

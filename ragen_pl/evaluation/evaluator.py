@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.assembly.build import (
+    build_context,
     build_endpoint,
     build_engine,
     build_environments,
@@ -108,7 +109,7 @@ class Evaluator:
         self.engine: RolloutEngine | None = None
         self.context: ContextManager | None = None
         if bundle is not None:
-            self.context = ContextManager(bundle, **plain(cfg.context))
+            self.context = build_context(bundle, cfg.context)
             self.engine = build_engine(cfg.rollout.engine, bundle)
         self.sampling = read_settings(SamplingSettings, cfg)
         self.evaluation = Evaluation(about=_about(cfg, greedy=self.sampling.is_greedy))

@@ -234,12 +234,16 @@ class ModelBundle:
         """Ids that end a response by the generation config, which may change after the bundle is made."""
         generation = self.model.generation_config
         eos = None if generation is None else generation.eos_token_id
-        return frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
+        ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if not all(isinstance(token, int) and token >= 0 for token in ends):
+            raise ValueError(f"generation_config.json: eos_token_id={eos}: expected ids of tokens")
+        return frozenset(ends)
 
     @property
     def end_texts(self) -> tuple[str, ...]:
-        """Texts of `eos_token_ids`."""
-        return tuple(str(self.tokenizer.decode([token])) for token in sorted(self.eos_token_ids))
+        """Texts of `eos_token_ids`, without ids that have no token."""
+        ends = self.eos_token_ids.intersection(self.token_ids)
+        return tuple(str(self.tokenizer.decode([token])) for token in sorted(ends))
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:

@@ -14,12 +14,12 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from ragen_pl.assembly.build import (
+    build_context,
     build_endpoint,
     build_engine,
     build_environments,
     build_proxy,
     device_named,
-    plain,
 )
 from ragen_pl.base.error_text import error_text
 from ragen_pl.base.prompt_formats import format_response
@@ -120,10 +120,9 @@ def _play(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
 def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
     """Play with a trained model, which samples as in an evaluation."""
     from ragen_pl.assembly.weights import load_bundle
-    from ragen_pl.prompts.context import ContextManager
 
     bundle = load_bundle(cfg).to(device_named(cfg.device))
-    context = ContextManager(bundle, **plain(cfg.context))
+    context = build_context(bundle, cfg.context)
     proxy = build_proxy(cfg.rollout, environments=build_environments(cfg.env), context=context)
     with closing(build_engine(cfg.rollout.engine, bundle)) as engine:
         engine.load_weights(0)

@@ -38,7 +38,7 @@ class TextEncoder:
         max_characters: Characters that fill the context by themselves, whatever they are.
 
     Raises:
-        ValueError: The tokenizer does not read that text as one token.
+        ValueError: The tokenizer does not read that text as one token, or the model can't write it.
     """
 
     def __init__(self, bundle: ModelBundle, max_tokens: int, *, bos_token_id: int | None) -> None:
@@ -60,6 +60,12 @@ class TextEncoder:
         self._names: list[str] = []
         self._places: dict[str, str] = {}
         self.end = str(bundle.tokenizer.decode([bundle.end_of_turn_id]))
+        if bundle.end_of_turn_id >= bundle.logit_count:
+            raise ValueError(
+                f"the model can't write {self.end!r}, which ends a response: its id {bundle.end_of_turn_id} is none of "
+                f"its {bundle.logit_count} outputs; set the tokenizer's eos_token to the token that ends a response "
+                "and save it"
+            )
         if self._cached(("start", self.end), self.end).tolist() != [bundle.end_of_turn_id]:
             raise ValueError(
                 f"the tokenizer does not read {self.end!r}, which ends a response, as one token; set its eos_token "
