@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -23,6 +21,7 @@ from typing_extensions import TypedDict
 from ragen_pl.base.files import atomic_write, disk_errors_of
 from ragen_pl.base.foreign_files import plain_json
 from ragen_pl.base.json_text import json_text
+from ragen_pl.base.rgb import open_picture
 from ragen_pl.trajectory import Trajectory, Turn
 
 SCHEMA = 2
@@ -426,13 +425,14 @@ def read_image(folder: Path, name: object, *, formats: Sequence[str] = ("PNG",))
             return None
         with file.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
-        with Image.open(io.BytesIO(data), formats=tuple(formats)) as image:
-            sound = len(data) <= _MAX_BYTES and math.prod(image.size) <= _MAX_PIXELS
+        if len(data) > _MAX_BYTES:
+            return None
+        with open_picture(data, formats=formats, max_pixels=_MAX_PIXELS) as image:
             image.verify()
     # of Pillow any
     except Exception:
         return None
-    return data if sound else None
+    return data
 
 
 def _plain(value: object) -> object:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from ragen_pl.agent_programs.serving.images import ImageReader
 from ragen_pl.agent_programs.serving.responses_api import read_responses_request
 from ragen_pl.agent_programs.serving.rewards import ResponseRewards
 from ragen_pl.agent_programs.serving.strict_json import has_more_values
+from ragen_pl.base.records import read_image
 
 MIB = 1024 * 1024
 
@@ -148,6 +150,49 @@ def test_scans_of_a_picture_are_bounded():
             read(30_000)
 
     assert processor_s(refused) < 2.0
+
+
+def with_parts(kind: str, part: bytes, count: int) -> bytes:
+    """Return a file of 8 x 8 pixels with parts that say nothing."""
+    file = io.BytesIO()
+    # of a WebP with room for parts
+    Image.new("RGB", (8, 8)).save(file, kind, **({"xmp": b"a"} if kind == "WEBP" else {}))
+    data, start = file.getvalue(), {"PNG": 33, "JPEG": 2, "WEBP": 0}[kind]
+    start = start or len(data)
+    data = data[:start] + part * count + data[start:]
+    size = (len(data) - 8).to_bytes(4, "little")
+    return data[:4] + size + data[8:] if kind == "WEBP" else data
+
+
+PHOTOSHOP = b"Photoshop 3.0\x00" + b"8BIM\x04\x04" + bytes(6) + b"8BIM\x04\x05" + bytes(6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("PNG", bytes(4) + b"teSt" + zlib.crc32(b"teSt").to_bytes(4, "big")),
+        ("JPEG", b"\xff\xfe\x00\x02"),
+        ("JPEG", b"\xff"),
+        ("JPEG", b"\xff\xd0"),
+        ("JPEG", b"\xff\xed" + (2 + len(PHOTOSHOP)).to_bytes(2, "big") + PHOTOSHOP),
+        ("WEBP", b"TEST" + bytes(4)),
+    ],
+    ids=["chunk", "segment", "filling", "mark", "entry", "chunk of WebP"],
+)
+def test_parts_of_a_picture_are_bounded(kind, part, tmp_path):
+    """Pillow reads each in Python: 1.5 million chunks took three seconds."""
+
+    def read(count: int) -> tuple[int, ...]:
+        whole = base64.b64encode(with_parts(kind, part, count)).decode()
+        return ImageReader().read(f"data:image/{kind.lower()};base64,{whole}")[1].shape
+
+    assert read(1000) == (8, 8, 3)
+    with pytest.raises(RequestError, match="image_url: a file of more than 4096 parts") as refused:
+        read(4096)
+    assert refused.value.code == "image_too_large"
+    for count, expected in ((1000, True), (4096, False)):
+        (tmp_path / "a").write_bytes(with_parts(kind, part, count))
+        assert (read_image(tmp_path, "a", formats=(kind,)) is not None) == expected
 
 
 def test_an_answer_does_not_repeat_a_large_request():

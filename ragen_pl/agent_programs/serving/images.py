@@ -5,22 +5,17 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import io
 import re
 import threading
-import warnings
 
 import numpy as np
-from PIL import Image
 
 from ragen_pl.agent_programs.serving.errors import RequestError
-from ragen_pl.base.rgb import rgb_array
+from ragen_pl.base.rgb import LargePictureError, open_picture, rgb_array
 
 _DATA_URL = re.compile(r"data:image/(png|jpeg|webp);base64,", re.IGNORECASE)
 _FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 16 * 1024 * 1024
-# a scan of a progressive JPEG needs a few bytes and goes over all pixels
-_JPEG, _SCAN, _MAX_SCANS = b"\xff\xd8", b"\xff\xda", 100
 
 
 class ImageReader:
@@ -68,23 +63,10 @@ class ImageReader:
 
 def _decoded(data: bytes) -> np.ndarray:
     try:
-        if data.startswith(_JPEG) and data.count(_SCAN) > _MAX_SCANS:
-            raise RequestError(
-                400,
-                f"image_url: a JPEG of {data.count(_SCAN)} scans, expected at most {_MAX_SCANS}",
-                code="image_too_large",
-            )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-                # the header tells the size before anything is decoded
-                if image.width * image.height > MAX_PIXELS:
-                    raise _too_large(f"{image.width} x {image.height}")
-                return rgb_array(image)
-    except RequestError:
-        raise
-    except Image.DecompressionBombError as error:
-        raise _too_large("far too many pixels") from error
+        with open_picture(data, formats=_FORMATS, max_pixels=MAX_PIXELS) as image:
+            return rgb_array(image)
+    except LargePictureError as error:
+        raise RequestError(400, f"image_url: {error}", code="image_too_large") from error
     # Pillow raises many kinds of errors for broken files
     except Exception as error:
         raise RequestError(
@@ -92,11 +74,3 @@ def _decoded(data: bytes) -> np.ndarray:
             f"image_url: the file is no PNG, JPEG or WebP image ({error})",
             code="invalid_image",
         ) from error
-
-
-def _too_large(size: str) -> RequestError:
-    return RequestError(
-        400,
-        f"image_url: an image of {size}, expected at most {MAX_PIXELS} pixels",
-        code="image_too_large",
-    )
