@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import re
@@ -27,6 +28,9 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _DESCRIPTION_BYTES = 1 << 26
 # files of a model's folder whose texts are a vocabulary
 _VOCABULARY = ("tokenizer.json", "vocab.json", "added_tokens.json")
+# a tokenizer's file, its parts that rewrite texts, how many steps they have and how much longer a text may become
+_TOKENIZER, _REWRITE = "tokenizer.json", ("normalizer", "decoder")
+_STEPS, _TIMES = 64, 256
 # names that a library notes and opens nothing by
 _NOTES = ("_name_or_path", "name_or_path")
 # transformers makes a name for each when it reads a config
@@ -310,11 +314,50 @@ def model_folder_problem(folder: Path) -> str | None:
         labels = described.get(_LABELS) if isinstance(described, dict) else None
         if isinstance(labels, int) and labels > _MAX_LABELS:
             return f"{file}: {_LABELS}={labels}: expected at most {_MAX_LABELS}"
+    if (problem := _tokenizer_problem(folder / _TOKENIZER)) is not None:
+        return problem
     pickles = sorted(file for pattern in _PICKLES for file in folder.glob(pattern))
     for file in pickles:
         if (problem := archive_problem(file) or pickle_problem(file)) is not None:
             return f"{file} {problem}"
     return None
+
+
+def _tokenizer_problem(file: Path) -> str | None:
+    """Return, as a clause, why a tokenizer would make far longer texts of the ones it reads or writes."""
+    if not file.exists():
+        return None
+    try:
+        described = plain_json(file.read_bytes())
+    except ValueError as error:
+        return f"{file}: {' '.join(str(error).split())[:200]}"
+    parts = described if isinstance(described, dict) else {}
+    for name in _REWRITE:
+        growths = list(_growths(parts.get(name)))
+        if len(growths) > _STEPS or math.prod(growths) > _TIMES:
+            return (
+                f"{file}: the {len(growths)} steps of its {name} may make a text more than {_TIMES} times as long, or "
+                f"are more than {_STEPS}"
+            )
+    return None
+
+
+def _growths(step: Any) -> Iterator[int]:
+    """Yield how many times longer a text of one character may become by each step of a tokenizer's part."""
+    if isinstance(step, list):
+        for each in step:
+            yield from _growths(each)
+    elif isinstance(step, dict) and step.get("type") == "Replace":
+        pattern, length = step.get("pattern"), len(str(step.get("content")))
+        replaced = str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
+        # an expression may match nothing, between any two characters
+        yield max(1, length // len(replaced)) if replaced else 1 + length
+    elif isinstance(step, dict) and step.get("type") == "Prepend":
+        yield 1 + len(str(step.get("prepend")))
+    elif isinstance(step, dict):
+        # of a sequence
+        for each in step.values():
+            yield from _growths(each)
 
 
 def _named(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

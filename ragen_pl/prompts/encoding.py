@@ -25,6 +25,10 @@ _MARGIN = 4
 _MARK = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")
 
 
+# characters of a token: a response has thousands of tokens
+_LONGEST_TOKEN = 4096
+
+
 class TextEncoder:
     """Encode texts of prompts. Short texts that were encoded are kept.
 
@@ -38,12 +42,18 @@ class TextEncoder:
         max_characters: Characters that fill the context by themselves, whatever they are.
 
     Raises:
-        ValueError: The tokenizer does not read that text as one token, or the model can't write it.
+        ValueError: The tokenizer does not read that text as one token, the model can't write it, or a token is far
+            longer than any that a text needs.
     """
 
     def __init__(self, bundle: ModelBundle, max_tokens: int, *, bos_token_id: int | None) -> None:
         self._bundle, self._bos_token_id = bundle, bos_token_id
-        self.max_characters = _MARGIN * max_tokens * max(map(len, bundle.tokenizer.get_vocab()))
+        longest = max(map(len, bundle.tokenizer.get_vocab()))
+        if longest > _LONGEST_TOKEN:
+            raise ValueError(
+                f"the tokenizer has a token of {longest} characters, expected at most {_LONGEST_TOKEN}"
+            )
+        self.max_characters = _MARGIN * max_tokens * longest
         self._ends = frozenset(bundle.eos_token_ids)
         self._encoded: dict[tuple[str, str], np.ndarray] = {}
         self._encoded_parts: dict[tuple[object, ...], np.ndarray] = {}

@@ -414,6 +414,32 @@ def test_a_models_folder_has_no_deep_file_no_link_and_no_inflated_weights(model,
     assert "pytorch_model.bin is compressed" in str(model_folder_problem(model))
 
 
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "bbbb"}
+MATCHES = {"type": "Replace", "pattern": {"Regex": ""}, "content": "b"}
+REWRITES = [
+    ("decoder", REPLACE | {"content": "b" * 10**6}),
+    ("decoder", {"type": "Sequence", "decoders": [REPLACE] * 5}),
+    ("decoder", {"type": "Sequence", "decoders": [REPLACE | {"content": "b" * 10**6}] * 60}),
+    ("normalizer", {"type": "Sequence", "normalizers": [MATCHES] * 9}),
+    ("normalizer", {"type": "Prepend", "prepend": "b" * 300}),
+    ("decoder", {"type": "Sequence", "decoders": [REPLACE | {"content": ""}] * 65}),
+]
+
+
+@pytest.mark.parametrize(("part", "step"), REWRITES, ids=range(len(REWRITES)))
+def test_a_tokenizer_makes_no_far_longer_texts(part, step, lm, tmp_path):
+    """Of each token; a step of a chain multiplies what those before it have made."""
+    lm.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    described = json.loads(file.read_text())
+    one = {"type": "Sequence", f"{part}s": [REPLACE, MATCHES, described[part]]}
+    file.write_text(json.dumps(described | {part: one}))
+    assert model_folder_problem(tmp_path) is None
+    file.write_text(json.dumps(described | {part: step}))
+    with pytest.raises(FileNotFoundError, match=rf"tokenizer\.json: the \d+ steps of its {part}"):
+        load_pretrained(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["vocab_size", "num_hidden_layers", "hidden_size"])
 def test_a_models_folder_is_no_larger_than_its_weights(name, lm, tmp_path):
     lm.save(tmp_path)
@@ -480,6 +506,17 @@ def test_an_end_that_is_no_token_of_the_model_is_named(lm, tmp_path):
     bundle = load_bundle(cfg)
     with pytest.raises(ConfigError, match=r"its id \d+ is none of its \d+ outputs"):
         build_context(bundle, cfg.context)
+
+
+@pytest.mark.usefixtures("composed_once")
+def test_a_token_of_many_characters_is_refused(lm, tmp_path):
+    lm.save(tmp_path)
+    tokenizer = load_pretrained(str(tmp_path)).tokenizer
+    tokenizer.add_tokens(["a" * 5000])
+    tokenizer.save_pretrained(tmp_path)
+    cfg = evaluation_config(f"ckpt={tmp_path}", "env=frozenlake")
+    with pytest.raises(ConfigError, match="has a token of 5000 characters, expected at most 4096"):
+        build_context(load_bundle(cfg), cfg.context)
 
 
 def test_a_snapshot_in_a_hubs_cache_is_read(model, tmp_path):
