@@ -12,9 +12,12 @@ from typing import TypeVar
 from hydra.errors import InstantiationException
 
 from ragen_pl.base.error_text import error_text
+from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation
 
 Result = TypeVar("Result")
+PLAIN = "put a plain file in its place, or move it away"
+"""Remedy for a file that is not read."""
 
 # something else is where a file or folder belongs
 _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP)
@@ -62,6 +65,8 @@ def ending_of(error: BaseException) -> Ending:
     """
     if isinstance(error, ConfigError):
         return Ending(str(error))
+    if isinstance(error, ForeignFileError):
+        return Ending(f"{error}; {PLAIN}")
     if isinstance(error, InstantiationException):
         key, cause = of_instantiation(error)
         return Ending(f"{key}: {in_one_line(cause)}".removeprefix(": "))

@@ -42,6 +42,7 @@ from ragen_pl.base.distributed import errors_told, on_first_rank
 from ragen_pl.base.error_text import error_text
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.finite import NonFiniteError
+from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.base.seeding import seeded
 from ragen_pl.base.settings_files import SETTINGS, newest_settings
 from ragen_pl.base.stop_signals import Stopped, ending
@@ -61,6 +62,7 @@ from ragen_pl.checkpoints.lock import hold
 from ragen_pl.checkpoints.rank_states import RankStatesError
 from ragen_pl.checkpoints.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.checkpoints.starts import counted_start
+from ragen_pl.config.ending import PLAIN
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
 from ragen_pl.config.start_settings import keep_settings
@@ -165,6 +167,8 @@ def errors_with_remedy(cfg: DictConfig, run: Run) -> Iterator[None]:
             yield
         except (RolloutError, RankStatesError) as error:
             raise ConfigError(str(error)) from error
+        except ForeignFileError as error:
+            raise ConfigError(f"{error}; {PLAIN}") from error
         except NonFiniteError as error:
             raise ConfigError(end_of_non_finite(error, run)) from error
         except SystemExit as error:

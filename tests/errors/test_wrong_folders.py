@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,9 @@ import sys
 
 import pytest
 
+from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.config import ConfigError
+from ragen_pl.config.ending import ending_of
 
 OF_THE_USERS_FILES = [
     ("env/mine.yaml", "env: [1, 2", r"mine.yaml, line 1: not YAML \(.*\); correct the line"),
@@ -110,6 +113,25 @@ def test_a_run_under_way_is_left_alone(fit, tmp_path, monkeypatch):
     line = fit("env=frozenlake", "paths.run_dir=run").refused()
     assert line.endswith("trains in it; wait for its end, or set another folder")
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_link_in_place_of_the_record_is_refused(fit, tiny, tmp_path):
+    """It is no failed start: whoever starts the run again and again comes no further."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "elsewhere").touch()
+    (run / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    line = fit(*tiny, "paths.run_dir=run").refused()
+    assert line == (
+        f"{run}/metrics.jsonl is a link or no plain file; put a plain file in its place, or move it away"
+    )
+    first, last = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
+    assert "begins" in first and last["ended"] == "stopped"
+
+
+def test_a_file_that_is_not_read_ends_a_command_in_one_line():
+    ending = ending_of(ForeignFileError("calls.jsonl is a link"))
+    assert ending.expected and ending.line.startswith("calls.jsonl is a link; put a plain file")
 
 
 @pytest.mark.slow
