@@ -310,7 +310,8 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
 class BestCheckpoint(ModelCheckpoint):
     """Keep the weights of the best validation as `best.ckpt`: of equals by `val/return`, else the earliest.
 
-    The validation before the first iteration competes, and so does that of the last weights. The file is written at the
+    The validation before the first iteration competes, and so does that of the last weights. In a run that goes on from
+    another run's checkpoint the weights that it begins with compete, if they were validated. The file is written at the
     end of the iteration, after its samples were dropped. It is therefore small and can be resumed from.
 
     Where no validation has a success, as in an environment that sets none, the return alone decides.
@@ -335,6 +336,12 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self.best_return: float | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the weights that a run goes on with in another folder, if they were validated."""
+        super().on_train_start(trainer, pl_module)
+        if self.best_model_score is None and self._is_measured(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the weights before the first iteration."""
@@ -380,9 +387,9 @@ class BestCheckpoint(ModelCheckpoint):
         return super().state_dict() | {"best_return": self.best_return}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore `state_dict`; the best validation only in the folder that it was written in."""
-        super().load_state_dict(state_dict)
+        """Restore `state_dict`, in the folder that it was written in only: another one has another best checkpoint."""
         if self.dirpath == state_dict.get("dirpath"):
+            super().load_state_dict(state_dict)
             self.best_return = state_dict.get("best_return")
 
 

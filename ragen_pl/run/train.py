@@ -423,6 +423,8 @@ def quieten() -> None:
         # metrics are summed over ranks before they are logged
         "recommended to use `self.log",
         "exists and is not empty",
+        # a run that goes on in another folder keeps checkpoints of its own there
+        "The dirpath has changed",
         # what FSDP2's modules return is read and not changed
         "returned a view tensor",
         # on a login node, where nothing runs by srun

@@ -103,6 +103,30 @@ def test_a_run_that_goes_on_after_a_validation_keeps_its_weights(setup_of, tmp_p
     assert saved["global_step"] == 4 * iteration
 
 
+@pytest.mark.parametrize(
+    "other, own, step",
+    [
+        # before the first iteration and after the second; then after the second and the third, or the third
+        ((0.9, 0.1), (0.5, 0.6), 0),
+        ((0.5, 0.1), (0.5, 0.6), 12),
+        ((0.1, 0.8), (0.6,), 8),
+    ],
+)
+def test_weights_of_another_run_compete_if_they_were_validated(
+    setup_of, tmp_path, other, own, step
+):
+    def run(name, successes, **changes):
+        scores = [(success, 0.0) for success in successes]
+        _, best, left = fit(setup_of(), tmp_path / name, scores, **changes)
+        assert not left
+        return best
+
+    begins_with = run("other", other, max_epochs=2).best_model_path
+    best = run("own", own, ckpt_path=begins_with)
+    assert float(best.best_model_score) == pytest.approx(max(*other, *own))
+    assert torch.load(tmp_path / "own" / "best.ckpt", weights_only=True)["global_step"] == step
+
+
 def test_a_run_that_ends_by_steps_validates_its_last_weights(setup_of, tmp_path):
     _, _, left = fit(setup_of(), tmp_path, [(0.1, 0.0), (0.2, 0.0)], max_steps=3, max_epochs=9)
     assert not left
