@@ -50,7 +50,7 @@ def warn_of_garbage(agent_return: float, baselines: Mapping[str, Mapping[str, fl
         agent_return: Mean return of the agent on the validation set.
         baselines: Metrics of other policies there, by name.
     """
-    garbage = baselines.get("invalid-action policy", {}).get("return")
+    garbage = baselines.get("garbage policy", {}).get("return")
     if garbage is None or agent_return > garbage:
         return
     if baselines.get("random policy", {}).get("return", math.inf) < garbage:

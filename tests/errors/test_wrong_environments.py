@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.runs.composing import composed
 
-from ragen_pl.config import ConfigError
+from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.environments.check import check_environment
 from ragen_pl.run.baselines import warn_of_garbage
 
@@ -150,11 +150,14 @@ def test_garbage_that_earns_more_than_play_is_reported(custom, monkeypatch, tmp_
         "EveryStepCosts: responses without a valid action earn -0.05 an episode, more than the -10 of random play; an "
         "agent may learn to answer nothing; set env.format_penalty=11"
     ) in caplog.text
-    warn_of_garbage(-0.05, {"invalid-action policy": {"return": -0.05}})
+    # the name that the summary has from the file
+    baselines = OmegaConf.load(config_dir() / "validation" / "baselines" / "random.yaml")
+    (garbage,) = (f"{name} policy" for name in baselines if name != "random")
+    warn_of_garbage(-0.05, {garbage: {"return": -0.05}})
     assert "val/return=-0.05: no more than the -0.05 of responses" in caplog.text
     assert "context.system_prompt=instructions" in caplog.text
     assert "env.format_penalty, or" not in caplog.text
-    both = {"invalid-action policy": {"return": -0.05}, "random policy": {"return": -0.2}}
+    both = {garbage: {"return": -0.05}, "random policy": {"return": -0.2}}
     warn_of_garbage(-0.1, both)
     assert "random play earns less: raise env.format_penalty, or" in caplog.text
 
