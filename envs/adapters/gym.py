@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from typing import Any
 
 import gymnasium
@@ -181,7 +182,7 @@ class Gym(Environment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        self.family = FAMILIES.get(re.split(r"[-\d]|Slippery", id.rpartition("/")[2])[0])
+        self.family = FAMILIES.get(re.split(r"[-\d]|Slippery", re.split("[/:]", id)[-1])[0])
         self.game = self._make(id, dict(settings or {}))
         space = self.game.action_space
         if not isinstance(space, spaces.Discrete):
@@ -279,7 +280,7 @@ class Gym(Environment):
         modes = _render_modes(id)
         if "ansi" in modes:
             settings["render_mode"] = "ansi"
-        return gymnasium.make(id, disable_env_checker=True, **settings)
+        return made(id, settings)
 
     def _observation(self) -> Observation:
         if self.game.render_mode != "ansi":
@@ -316,14 +317,36 @@ class Gym(Environment):
         return terminated and (self.success is Success.TERMINATED or reward > 0)
 
 
+def made(id: str, settings: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+    """Make the environment of an id.
+
+    Raises:
+        ValueError: Its constructor does not take the settings.
+    """
+    try:
+        return gymnasium.make(id, disable_env_checker=True, **settings)
+    except TypeError as error:
+        wrong = [name for name in settings if f"'{name}'" in str(error)]
+        remedy = "".join(f"; '~env.kwargs.settings.{name}' removes it" for name in wrong)
+        raise ValueError(f"settings of id={id}: {error}{remedy}") from None
+
+
 def _render_modes(id: str) -> list[str]:
     """Return how an id can be rendered.
 
     Raises:
         ValueError: There is no such id.
     """
+    module, _, name = id.rpartition(":")
     try:
-        spec = gymnasium.spec(id)
+        if module:
+            import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"id={id}: {error}") from None
+    try:
+        spec = gymnasium.spec(name)
         creator = spec.entry_point
         made = (
             gymnasium.envs.registration.load_env_creator(creator)

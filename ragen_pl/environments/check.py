@@ -221,7 +221,13 @@ class _Check:
     def _check_scripted_policy(
         self, slot: EnvironmentSlot, settings: DictConfig, *, key: str
     ) -> None:
-        hint = f"give the environment what the policy needs, or choose another policy ({key}=…)"
+        hint = "give the environment what the policy needs, or "
+        if "base" in settings:
+            hint += f"play at random: {key}.base=blind {key}.noise=1.0"
+        elif key.startswith("validation.baselines."):
+            hint += f"leave the policy out: {key}=null"
+        else:
+            hint += f"choose another policy ({key}=…)"
         with config_errors(key, hint=hint):
             policy, rng = instantiate(settings), np.random.default_rng(_SEED)
             actions = self.calls.attempt(

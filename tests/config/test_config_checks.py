@@ -117,7 +117,7 @@ def config(key: str, value: object) -> DictConfig:
         ("rollout.engine", {"_target_": "ragen_pl.engines.vllm.engine.VLLMEngine", "memory_share": 0.3},
          "did you mean memory_fraction?"),
         ("curriculum", {"_target_": "ragen_pl.data.curriculum.Curriculum", "share": 0.5},
-         "it takes stages, above, fraction, window"),
+         "it takes stages, above, fraction, window; '~curriculum.share' removes what a file sets"),
         ("model.build", {"_target_": "ragen_pl.models.build.build_small_lm", "text": {"hidden_size": 6,
          "num_attention_heads": 4}}, "model.build.text.num_attention_heads=4: expected a divisor of"),
     ],

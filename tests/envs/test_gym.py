@@ -93,11 +93,34 @@ def test_known_names_and_names_by_key() -> None:
             {"id": "CartPole-v1", "success": "won"},
             "success: found 'won', expected one of terminated",
         ),
+        ({"id": "no_such_module:Walk-v0"}, "id=no_such_module:Walk-v0: No module named"),
+        ({"id": "gymnasium:Walk-v0"}, "id=gymnasium:Walk-v0: Environment `Walk` doesn't exist"),
+        (
+            {"id": "CartPole-v1", "settings": {"is_slippery": False}},
+            r"settings of id=CartPole-v1: .*'~env.kwargs.settings.is_slippery' removes it",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Gym(**arguments)
+
+
+def test_an_id_may_name_the_module_that_registers_it(tmp_path, monkeypatch) -> None:
+    (tmp_path / "my_walks.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.toy_text import CliffWalkingEnv\n"
+        "gymnasium.register('walks/Cliff-v0', entry_point=CliffWalkingEnv, max_episode_steps=9)\n"
+        "gymnasium.register('Walk-v0', entry_point=CliffWalkingEnv)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for id, count in (("my_walks:walks/Cliff-v0", 9), ("my_walks:Walk-v0", 12)):
+        game = Gym(id=id, actions=["Up", "Right", "Down", "Left"])
+        assert game.reset(seed=0)[0].count("\n") == 3
+        ended = [any(game.step(0)[2:4]) for _ in range(9)]
+        assert ended == [False] * 8 + [count == 9]
+    with pytest.raises(ValueError, match=r"settings of id=Taxi-v4: .*'~env.kwargs.settings.depth'"):
+        GymVisual(id="Taxi-v4", settings={"depth": 1})
 
 
 @pytest.mark.parametrize("id", ["CliffWalking-v1", "Taxi-v4", "CartPole-v1"])

@@ -225,6 +225,8 @@ def test_scripted_policies_that_an_environment_does_not_support_are_refused(fit)
     sound = ("env=custom", "env.target=broken_environments.Sound")
     line = fit(*sound, "warm_start/demonstrator=noisy").refused()
     assert line.startswith("warm_start.demonstrator: ") and "no blind_action" in line
+    remedy = line.partition("play at random: ")[2].split()
+    check_environment(composed(*sound, "warm_start/demonstrator=noisy", *remedy))
     line = fit(
         *sound, "+validation.baselines.optimal._target_=envs.policies.OptimalPolicy"
     ).refused()

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.error import DependencyNotInstalled
 from PIL import Image
 
-from ...envs.adapters.gym import Gym
+from ...envs.adapters.gym import Gym, made
 from ...envs.adapters.pictures import on_white
 from ...envs.base import TEXT_CHARSET, Observation, checked_arguments
 
@@ -85,7 +85,7 @@ class GymVisual(Gym):
         return np.asarray(image.resize((self.width, self.height), Image.Resampling.BOX))
 
     def _make(self, id: str, settings: dict[str, Any]) -> gymnasium.Env[Any, Any]:
-        return gymnasium.make(id, disable_env_checker=True, render_mode="rgb_array", **settings)
+        return made(id, settings | {"render_mode": "rgb_array"})
 
     def _observation(self) -> Observation:
         return {"text": _TEXT, "image": self.render()}
