@@ -114,6 +114,8 @@ def build_batch(size: Size) -> TrajectoryBatch:
         hit_length_limit=table.bool(),
         state=table.long(),
         final_state=column.long(),
+        potential=table,
+        final_potential=column,
         advances=table == 0,
         success=column.char(),
         terms=table.double(),

@@ -36,6 +36,9 @@ class AdvantageInputs:
         state: int64 `[trajectories, turns]`, number of the state that a turn starts in, -1 for unknown; None
             where no state is known.
         final_state: int64 `[trajectories]`, number of the state after the last turn, likewise.
+        potential: `[trajectories, turns]`, the environment's potential of the state that a turn starts in, -inf where
+            it is not known; None where none is.
+        final_potential: `[trajectories]`, that of the state after the last turn, likewise.
         advances: Bool `[trajectories, turns]`, whether a turn is a step that discounts count; None where all are.
         success: int8 `[trajectories]`, whether the task was solved, -1 where the environment does not say so; None
             where it is not known.
@@ -58,6 +61,8 @@ class AdvantageInputs:
     center: Tensor | None = None
     state: Tensor | None = None
     final_state: Tensor | None = None
+    potential: Tensor | None = None
+    final_potential: Tensor | None = None
     advances: Tensor | None = None
     success: Tensor | None = None
     terms: Mapping[str, Tensor] | None = None
@@ -84,7 +89,7 @@ class AdvantageInputs:
         tokens, rows = self.rewards.shape, self.rewards.shape[:1]
         expected = {"advantage_mask": tokens, "loss_mask": tokens, "turn": tokens, "values": tokens}
         expected |= {"group": rows, "bootstrap": rows, "returns": rows, "center": rows}
-        expected |= {"success": rows, "final_state": rows}
+        expected |= {"success": rows, "final_state": rows, "final_potential": rows}
         for name, shape in expected.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
@@ -179,6 +184,27 @@ class AdvantageInputs:
             )
         return self.state
 
+    def need_potentials(self, estimator: object) -> tuple[Tensor, Tensor]:
+        """Return the potentials of the states that turns start in, and of those after the last turns.
+
+        Raises:
+            ValueError: One is not known; the message names the estimator.
+        """
+        name = type(estimator).__name__
+        if self.potential is None or self.final_potential is None:
+            raise ValueError(
+                f"found potential=None, expected those of the environment's potential() for {name}; choose an "
+                "environment that has it or an estimator with needs_potentials = False"
+            )
+        is_turn = torch.arange(self.potential.shape[1], device=self.turn.device) < self.turns[:, None]
+        known = self.potential.isfinite() | ~is_turn
+        if not bool(known.all() & self.final_potential.isfinite().all()):
+            raise ValueError(
+                f"algorithm.estimator={name}: a state has no potential; let the environment's potential() return a "
+                "finite number for each state, the ends of the task included, or set algorithm=rloo"
+            )
+        return self.potential, self.final_potential
+
     def need_success(self, estimator: object) -> Tensor:
         """Return whether each task was solved, bool `[trajectories]`.
 
@@ -229,6 +255,7 @@ class Estimator(Protocol):
     Attributes:
         needs_values: The estimator reads the values of a critic.
         needs_states: The estimator reads the states that turns start in (`AdvantageInputs.state`).
+        needs_potentials: The estimator reads the potentials of states (`AdvantageInputs.potential`).
         needs_groups: The estimator compares the trajectories of a group, so a group needs several.
         reads_returns: The estimator reads the returns or the rewards of turns, after normalization and penalties, and
             not what they are made of.
@@ -236,6 +263,7 @@ class Estimator(Protocol):
 
     needs_values: ClassVar[bool] = False
     needs_states: ClassVar[bool] = False
+    needs_potentials: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     reads_returns: ClassVar[bool] = True
 
@@ -281,6 +309,11 @@ class Estimator(Protocol):
             raise ValueError(
                 f"algorithm.estimator={name}: {facts.environment} has no state_key() to compare turns from the same "
                 "state by; give it one, or set algorithm=grpo"
+            )
+        if self.needs_potentials and "potential" not in facts.environment_members:
+            raise ValueError(
+                f"algorithm.estimator={name}: {facts.environment} has no potential() that says how near to the goal a "
+                "state is; give it one, or set algorithm=rloo"
             )
         if self.needs_groups:
             facts.require_groups(self, key="algorithm.estimator")

@@ -83,7 +83,8 @@ def assemble(cfg: DictConfig) -> RunComponents:
         environments=build_environments(
             cfg.env,
             record_states=estimator.needs_states,
-            record_potentials=OmegaConf.select(cfg, "algorithm.rewards.shaping") is not None,
+            record_potentials=estimator.needs_potentials
+            or OmegaConf.select(cfg, "algorithm.rewards.shaping") is not None,
         ),
         context=context,
     )

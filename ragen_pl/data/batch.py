@@ -158,6 +158,10 @@ class Episodes:
     """int64 `[episodes, max turns]`, number of the state at the turn's start, -1 for unknown."""
     final_state: Tensor
     """int64 `[episodes]`, number of the state after the last turn, -1 for unknown."""
+    potential: Tensor
+    """float32 `[episodes, max turns]`, potential of the state at the turn's start, -inf where it is not recorded."""
+    final_potential: Tensor
+    """float32 `[episodes]`, potential of the state after the last turn, likewise."""
     advances: Tensor
     """bool `[episodes, max turns]`, whether the turn is a step that discounts count; True beyond the last turn."""
     success: Tensor
@@ -244,6 +248,8 @@ def _with_later_columns(episodes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "advances": torch.ones_like(rewards, dtype=torch.bool),
         "success": torch.full(rewards.shape[:1], -1, dtype=torch.int8),
         "final_state": torch.full(rewards.shape[:1], -1, dtype=torch.int64),
+        "potential": torch.full(rewards.shape, -torch.inf),
+        "final_potential": torch.full(rewards.shape[:1], -torch.inf),
         "terms": rewards.new_zeros(len(rewards), 0, dtype=torch.float64),
     }
     return {**added, **episodes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
@@ -405,11 +406,13 @@ def _episodes(
     rewards = torch.zeros(len(kept), max_turns)
     hit_length_limit = torch.zeros(len(kept), max_turns, dtype=torch.bool)
     advances = torch.ones(len(kept), max_turns, dtype=torch.bool)
+    potential = torch.full((len(kept), max_turns), -torch.inf)
     for row, turns in enumerate(turns_of):
         rewards[row, : len(turns)] = torch.tensor(_rewards(kept[row]))
         limits = [turn.hit_length_limit for turn in turns]
         hit_length_limit[row, : len(turns)] = torch.tensor(limits)
         advances[row, : len(turns)] = torch.tensor([turn.is_task_step for turn in turns])
+        potential[row, : len(turns)] = torch.tensor([_or_unknown(turn.potential) for turn in turns])
 
     def column(values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -424,6 +427,10 @@ def _episodes(
         hit_length_limit=hit_length_limit,
         state=state[: len(kept) * max_turns].view(len(kept), max_turns),
         final_state=state[len(kept) * max_turns :],
+        potential=potential,
+        final_potential=torch.tensor(
+            [_or_unknown(trajectory.final_potential) for trajectory in kept], dtype=torch.float32
+        ),
         advances=advances,
         success=column([_success(trajectory) for trajectory in kept], torch.int8),
         terms=torch.tensor(
@@ -459,6 +466,11 @@ def _success(trajectory: Trajectory) -> int:
 def _sums_of_terms(trajectory: Trajectory, names: Sequence[str]) -> list[float]:
     """Return the sum of each reward term over all turns, 0 where it is not set."""
     return [sum(turn.reward_terms.get(name, 0.0) for turn in trajectory.turns) for name in names]
+
+
+def _or_unknown(potential: float | None) -> float:
+    """Return a potential, -inf where it is not recorded."""
+    return -math.inf if potential is None else potential
 
 
 def _state_keys(turns: Sequence[Turn], max_turns: int) -> list[str | None]:

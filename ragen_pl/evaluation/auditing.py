@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
+from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.assembly.build import (
     build_bundle,
     build_context,
@@ -168,7 +169,14 @@ def audit(cfg: DictConfig) -> Audit:
         models.critic.to(device).eval()
     proxy = build_proxy(
         run.rollout,
-        environments=build_environments(run.env, record_states=True),
+        environments=build_environments(
+            run.env,
+            record_states=True,
+            record_potentials=any(
+                _estimator(name, algorithm).needs_potentials
+                for name, algorithm in algorithms.items()
+            ),
+        ),
         context=build_context(bundle, run.context),
     )
     with closing(build_engine(run.rollout.engine, bundle)) as engine:
@@ -207,6 +215,12 @@ def _algorithms(cfg: DictConfig) -> dict[str, DictConfig]:
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(f"algorithms={name}: {translated(error)}") from error
     return found
+
+
+def _estimator(name: str, algorithm: DictConfig) -> Estimator:
+    with config_errors(f"algorithms={name}"):
+        estimator: Estimator = instantiate(algorithm.estimator, _convert_="all")
+    return estimator
 
 
 def _episodes(
@@ -360,8 +374,8 @@ def _advantages(
     effects: Sequence[TurnEffect],
 ) -> list[float] | None:
     """Return the mean advantage of the trained tokens of each turn; None where the algorithm can't be audited."""
+    estimator = _estimator(name, algorithm)
     with config_errors(f"algorithms={name}"):
-        estimator = instantiate(algorithm.estimator, _convert_="all")
         masks: Masks = instantiate(algorithm.masks, _convert_="all")
         normalizer = instantiate(algorithm.get("normalize"), _convert_="all")
     if algorithm.loss.get("policy_coefficient") == 0:
@@ -369,6 +383,9 @@ def _advantages(
         return None
     if estimator.needs_values and critic is None:
         log.info("%s is left out: it needs a critic, which the run has not", name)
+        return None
+    if estimator.needs_potentials and not bool(batch.episodes.final_potential.isfinite().any()):
+        log.info("%s is left out: it needs potential(), which the environment has not", name)
         return None
     if masks.observations or masks.importance is not None or masks.top_entropy < 1:
         log.info("%s is left out: its masks need more than the sampled tokens", name)

@@ -102,6 +102,7 @@ def assign_credit(
         returns = returns - center
     advances = None if bool(episodes.advances.all()) else episodes.advances
     has_states = bool((episodes.state >= 0).any()) or not len(episodes.turns)
+    has_potentials = bool(episodes.final_potential.isfinite().any()) or not len(episodes.turns)
     inputs = AdvantageInputs(
         rewards=rewards,
         values=layout.gather(batch.samples.values),
@@ -114,6 +115,8 @@ def assign_credit(
         center=center,
         state=episodes.state if has_states else None,
         final_state=episodes.final_state if has_states else None,
+        potential=episodes.potential if has_potentials else None,
+        final_potential=episodes.final_potential if has_potentials else None,
         advances=advances,
         success=episodes.success,
         terms=dict(zip(batch.terms, episodes.terms.unbind(1), strict=True)),

@@ -263,12 +263,12 @@ def end_episode(episode: Episode, status: EpisodeStatus, *, max_tokens: int) -> 
     episode.done = True
     trajectory, prompt = episode.trajectory, episode.prompt
     trajectory.status, trajectory.final_state_key = status, episode.slot.state_key
+    trajectory.final_potential = episode.slot.potential
     if status is not EpisodeStatus.TRUNCATED:
         return
     if len(prompt.ids) <= max_tokens:
         trajectory.final_prompt_ids, trajectory.final_images = prompt.ids, prompt.images
         trajectory.final_patches, trajectory.final_roles = prompt.patches, prompt.roles
-        trajectory.final_potential = episode.slot.potential
     elif trajectory.turns:
         # an observation that is longer than the context; the state before the last response has been read
         last = trajectory.turns[-1]

@@ -34,7 +34,7 @@ TINY = (
 
 
 class SyntheticRewards:
-    """Set rewards, success, spans and log-probs that depend on the response only.
+    """Set rewards, success, potentials, spans and log-probs that depend on the response only.
 
     An environment's own rewards are equal for the random responses of an untrained policy.
     """
@@ -53,6 +53,8 @@ class SyntheticRewards:
                 turn.response_logprobs = turn.response_logprobs + 0.3 * rng.normal(
                     size=len(turn.response_ids)
                 ).astype(np.float32)
+                if turn.potential is not None:  # no response of an untrained policy moves
+                    turn.potential = -float(rng.integers(0, 6))
             trajectory.success = trajectory.reward > 0
 
 

@@ -91,6 +91,9 @@ SWITCHES = [
     ("graphgpo", "algorithm.estimator.omega=0.5", "advantage"),
     ("graphgpo", "algorithm.estimator.step_weight=0.1", "advantage"),
     ("graphgpo", "algorithm.estimator.scale_by_std=false", "advantage"),
+    ("cast", "algorithm.estimator.weight=0.5", "advantage"),
+    ("cast", "algorithm.estimator.compress=false", "advantage"),
+    ("cast", "algorithm.estimator.scale_by_rms=false", "advantage"),
     ("reinforce_pp", "algorithm.estimator.gamma=0.9", "target"),
     ("evpo algorithm.estimator.threshold=10.0", "algorithm.estimator.threshold=-1e6", "advantage"),
     ("gdpo", "algorithm.estimator.final=none", "advantage"),
@@ -213,6 +216,7 @@ REFUSED = [
     ("gigpo rollout.group_size=1", "GroupInGroup compares"),
     ("maxrl rollout.group_size=1", "SuccessRelative compares"),
     ("gdpo rollout.group_size=1", "Decoupled compares"),
+    ("cast rollout.group_size=1", "SolverTeacher compares"),
     *(
         (f"{name} {change}", f"{refused}.* does not read the returns")
         for name in ("maxrl", "gdpo")

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.adaptive import AdaptiveBilevelGAE
+from ragen_pl.algorithms.advantages.cast import SolverTeacher
 from ragen_pl.algorithms.advantages.gagpo import GroupGAE
 from ragen_pl.algorithms.advantages.gigpo import GroupInGroup, step_returns
 from ragen_pl.algorithms.advantages.graphgpo import GraphRelative
@@ -30,13 +31,14 @@ from ragen_pl.algorithms.advantages.turn_baseline import (
 )
 from ragen_pl.algorithms.credit import AdvantageInputs, Estimator
 from ragen_pl.config import config_dir
+from ragen_pl.rewards.potential import shaping_terms
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 PRESETS = {
     file.stem: OmegaConf.load(file).algorithm.estimator
     for file in sorted((config_dir() / "algorithm").glob("*.yaml"))
     if OmegaConf.select(OmegaConf.load(file), "algorithm.estimator")
-    and file.stem not in ("maxrl", "gdpo", "graphgpo")  # whose gradient is not that of the returns
+    and file.stem not in ("maxrl", "gdpo", "graphgpo", "cast")  # whose gradient is not that of the returns
 }
 
 
@@ -272,3 +274,66 @@ def test_the_graph_of_states_leads_to_the_goal_whether_it_pays_or_not(process, s
     cosine = float(found @ expected / (found.norm() * expected.norm()))
     assert cosine * sign > 0
     assert (1 - cosine**2) ** 0.5 < 0.02 if sign > 0 else (1 - cosine**2) ** 0.5 > 0.8
+
+
+# a way of three turns to a reward of 1 that ends badly halfway, and a smaller reward at its start
+RISKY = Process([0.0, -2.0], [0.0] * 3, [0.0] * 3, [0.4, -1.0, 1.0])
+RAW = SolverTeacher(weight=1.0, compress=False, scale_by_rms=False)
+
+
+def with_potentials(groups: Groups, values: list[float]) -> AdvantageInputs:
+    """Return the batch with these potentials of the states by turn; the last state's is what stopping pays."""
+    on, final = groups.credit.turn >= 0, torch.tensor(groups.process.final)
+    potential = torch.tensor(values).expand(len(on), len(values))
+    ends = final[groups.turns - 1]
+    return replace(
+        groups.credit, potential=torch.where(on, potential, -torch.inf), final_potential=ends
+    )
+
+
+def of_solver(process: Process) -> list[float]:
+    """Return the values of a player that stops where that pays most. Only stopping pays."""
+    best = list(process.final)
+    for turn in reversed(range(len(best) - 1)):
+        best[turn] = max(best[turn], best[turn + 1])
+    return best
+
+
+def solver_term(groups: Groups, estimator: SolverTeacher, values: list[float]) -> Tensor:
+    """Return the gradient that the solver's advantages add."""
+    credit = with_potentials(groups, values)
+    episode = groups.gradient(LeaveOneOut()(credit).advantages)
+    torch.testing.assert_close(episode, groups.true_gradient(1.0), rtol=1e-5, atol=1e-6)
+    return groups.gradient(estimator(credit).advantages) - episode
+
+
+def test_a_teacher_is_exact_where_it_plays_as_the_policy_and_shaping_whatever_it_plays() -> None:
+    groups = Groups(RISKY, members=2, gamma=1.0, one_state=False)
+    true = groups.true_gradient(1.0)
+    own = solver_term(groups, RAW, RISKY.values(1.0)[:3])
+    torch.testing.assert_close(own, true, rtol=1e-5, atol=1e-6)
+    # stopping two turns before the reward is right for this policy, and wrong for the solver
+    solver = solver_term(groups, RAW, of_solver(RISKY))
+    reach = torch.tensor([1.0, float(RISKY.go_on[0])], dtype=torch.float64)
+    better = torch.tensor([0.6, 2.0], dtype=torch.float64)
+    expected = reach * RISKY.go_on * (1 - RISKY.go_on) * better
+    torch.testing.assert_close(solver, expected, rtol=1e-5, atol=1e-6)
+    assert true[0] < -0.1 < 0.1 < solver[0] and true[1] > 0 < solver[1]
+    # with the same potentials in the rewards
+    shaped = groups.credit.rewards.clone()
+    for row, turns in enumerate(groups.turns.tolist()):
+        terms = shaping_terms(of_solver(RISKY)[:turns], 0.0, discounts=[1.0] * turns)
+        shaped[row, :turns] += torch.tensor(terms)
+    shaped = replace(groups.credit, rewards=shaped, returns=shaped.sum(1))
+    found = groups.gradient(TurnLeaveOneOut(gamma=1.0)(shaped).advantages)
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-6)
+
+
+def test_compressed_advantages_of_a_teacher_that_plays_as_the_policy_are_biased() -> None:
+    """Of two outcomes that cancel, the larger and rarer one counts for less. The size is that in docs/algorithms.md."""
+    large = replace(RISKY, final=[10 * value for value in RISKY.final])
+    groups = Groups(large, members=2, gamma=1.0, one_state=False)
+    true = groups.true_gradient(1.0)
+    found = solver_term(groups, replace(RAW, compress=True), large.values(1.0)[:3])
+    cosine = float(found @ true / (found.norm() * true.norm()))
+    assert 0.12 < (1 - cosine**2) ** 0.5 < 0.14

@@ -163,7 +163,7 @@ def audit(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_command_audits_a_run(run, audit, tmp_path):
-    sizes = ("groups=4", "group_size=4", "continuations=4", "algorithms=[trico,rloo]")
+    sizes = ("groups=4", "group_size=4", "continuations=4", "algorithms=[trico,rloo,cast]")
     shown = audit(f"ckpt={run}", *sizes, f"to={tmp_path / 'one'}")
     assert shown.code == 0 and "trico" in shown.stdout and "rloo" in shown.stdout, shown
     audit(f"ckpt={run}", *sizes, f"to={tmp_path / 'two'}")
@@ -180,6 +180,9 @@ def test_command_audits_a_run(run, audit, tmp_path):
     # one advantage for all turns of an episode
     assert {len(values) for values in by_member.values()} == {1}
     assert len({row["advantages"]["trico"] for row in rows}) > len(by_member)
+    # and beside it one of the solver
+    kinds = ({row["advantages"][name] for row in rows} for name in ("cast", "rloo"))
+    assert len(next(kinds)) > len(next(kinds))
 
 
 @pytest.mark.slow
