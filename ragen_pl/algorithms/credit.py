@@ -196,7 +196,9 @@ class AdvantageInputs:
                 f"found potential=None, expected those of the environment's potential() for {name}; choose an "
                 "environment that has it or an estimator with needs_potentials = False"
             )
-        is_turn = torch.arange(self.potential.shape[1], device=self.turn.device) < self.turns[:, None]
+        is_turn = (
+            torch.arange(self.potential.shape[1], device=self.turn.device) < self.turns[:, None]
+        )
         known = self.potential.isfinite() | ~is_turn
         if not bool(known.all() & self.final_potential.isfinite().all()):
             raise ValueError(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
 from torch import Tensor
+
+from ragen_pl.algorithms.whitening import AllReduce
+from ragen_pl.base.checked import checked
+from ragen_pl.base.constraints import Fraction
 
 
 class KLEstimator(StrEnum):
@@ -93,3 +99,82 @@ def full_kl(ref_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     empty = probability == 0
     terms = probability * (ref_logprobs.masked_fill(empty, 0.0) - logprobs.masked_fill(empty, 0.0))
     return terms.sum(-1)
+
+
+def divergence_weights(
+    entropy: Tensor,
+    turn_weight: Tensor,
+    mask: Tensor,
+    *,
+    log_vocabulary: float,
+    all_reduce: AllReduce | None = None,
+) -> Tensor:
+    """Weigh tokens by their turn and by the confidence of the reference, with a mean of 1 over the mask.
+
+    `w_t = n u_t (1 - H_t / log V) / sum_s u_s (1 - H_s / log V)`, n the number of tokens in the mask. Weights of turns
+    and of confidence are the idea of SAGE-OPD (2026, arXiv 2606.19659); this form, which keeps the scale of the loss,
+    is ours.
+
+    Args:
+        entropy: Entropy H of the reference's distributions in nats, any shape.
+        turn_weight: Weight u of each token's turn, same shape.
+        mask: Bool, same shape.
+        log_vocabulary: log V, the entropy of an even distribution over the ids that can be sampled.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
+
+    Returns:
+        float32, same shape, 0 off the mask, and everywhere if no token of the mask has a weight.
+
+    >>> entropy, even = torch.tensor([0.0, 1.0]), torch.ones(2)
+    >>> divergence_weights(entropy, even, even.bool(), log_vocabulary=2.0)
+    tensor([1.3333, 0.6667])
+    """
+    confidence = (1 - entropy.double() / log_vocabulary).clamp(min=0)
+    raw = torch.where(mask.bool(), turn_weight * confidence, 0.0)
+    sums = torch.stack([raw.sum(), mask.sum().double()])
+    total, count = sums if all_reduce is None else all_reduce(sums)
+    return (raw * torch.where(total > 0, count / total, 0.0)).float()
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class DivergenceWeights:
+    """Weights of the divergence at each token, see `divergence_weights`.
+
+    Attributes:
+        turn_decay: Weight of a turn's tokens, relative to those of the turn before it. A teacher is least reliable on
+            late turns of an episode that has gone wrong.
+        confidence: Weigh a token by how sure the reference is there.
+    """
+
+    needs_trust = ()
+
+    turn_decay: Fraction = 1.0
+    confidence: bool = True
+
+    def __call__(
+        self,
+        entropy: Tensor,
+        turn: Tensor,
+        mask: Tensor,
+        *,
+        log_vocabulary: float,
+        all_reduce: AllReduce | None = None,
+    ) -> Tensor:
+        """Apply `divergence_weights`.
+
+        Args:
+            entropy: Entropy of the reference's distribution at each token, `[tokens]`.
+            turn: Index of the token's turn, int64 `[tokens]`.
+            mask: Bool `[tokens]`.
+            log_vocabulary: Largest entropy.
+            all_reduce: Sums a tensor over the ranks; None on one rank.
+        """
+        turn_weight = torch.as_tensor(self.turn_decay, dtype=torch.float64) ** turn
+        return divergence_weights(
+            entropy if self.confidence else torch.zeros_like(entropy),
+            turn_weight.to(entropy.device),
+            mask,
+            log_vocabulary=log_vocabulary,
+            all_reduce=all_reduce,
+        )

@@ -188,6 +188,8 @@ class TrajectoryBatch:
     """Prompts after the last turn of truncated episodes, in the order of `episode`."""
     reference: Tensor | None = None
     """The reference policy's log-probs of the sampled tokens, float32 `[tokens]`, or its states `[tokens, hidden]`."""
+    kl_weight: Tensor | None = None
+    """Weight of the divergence at the sampled tokens, float32 `[tokens]`; None for 1 each."""
     entropy: float = 0.0
     """Mean over the trained tokens before the update, nats."""
     kept_ids: KeptIds | None = None
@@ -293,6 +295,8 @@ class Minibatch:
     """float32 `[]`, tokens of the environment's text that are predicted."""
     counted: Tensor = field(default_factory=lambda: torch.ones(4, dtype=torch.bool))
     """bool `[4]`, whether the step's loss, value, KL and text tokens, whose counts are at least 1, are any."""
+    kl_weight: Tensor | None = None
+    """float32 `[tokens]`, weight of the divergence at the sampled tokens, row after row; None for 1 each."""
 
     @property
     def non_padding(self) -> Tensor:

@@ -179,6 +179,7 @@ class MinibatchLoader:
         tokens = samples.token[samples.turn >= 0]
         if reference is not None:
             reference = reference[tokens]
+        kl_weight = None if batch.kl_weight is None else batch.kl_weight[tokens]
         if kept_ids is not None:
             kept_ids = kept_ids.select(tokens)
         counts = self._counts[number // self.accumulate]
@@ -187,6 +188,7 @@ class MinibatchLoader:
             samples=samples,
             images=_keep_own_images(samples, batch.images),
             reference=reference,
+            kl_weight=kl_weight,
             entropy=batch.entropy,
             kept_ids=kept_ids,
             loss_tokens=loss_tokens,

@@ -5,6 +5,10 @@ from __future__ import annotations
 from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.metrics.sums import NamedSums, ratio
 
+TURNS = 8
+"""First turns of an episode, whose mismatch and divergence are measured for each."""
+_BY_TURN = range(1, TURNS + 1)
+
 _PER_TOKEN = ("entropy", "approx_kl", "clipped_low", "clipped_high", "dual_clipped")
 _POSITIONS = ("positions", "computed_positions")
 _PER_STEP = ("loss", "policy_loss", "value_loss", "kl_loss", "entropy_bonus")
@@ -14,11 +18,13 @@ class UpdateStatistics(NamedSums):
     """Sums over the minibatches of an update phase.
 
     `loss` and `*_loss` are sums over steps of this rank's share of a global mean; they add up over ranks.
-    `tokens` is the number of trained tokens. `positions` are those of whole samples.
+    `tokens` is the number of trained tokens. `positions` are those of whole samples. `kl_turn_1` and so on are the
+    divergences of the first `TURNS` turns.
     """
 
     def __init__(self) -> None:
         others = ("tokens", "kl", "kl_tokens", "echo_loss", "text_tokens")
+        others += tuple(f"{name}_turn_{turn}" for name in ("kl", "kl_tokens") for turn in _BY_TURN)
         super().__init__((*_PER_TOKEN, *_PER_STEP, *others, *_POSITIONS))
 
     def metrics(self, *, steps: int) -> dict[str, float]:
@@ -34,14 +40,16 @@ class UpdateStatistics(NamedSums):
         metrics["shared_positions"] = 1.0 - ratio(total["computed_positions"], total["positions"])
         if total["kl_tokens"]:
             metrics["reference_kl"] = ratio(total["kl"], total["kl_tokens"])
+            metrics |= {
+                f"reference_kl_turn_{turn}": total[f"kl_turn_{turn}"] / count
+                for turn in _BY_TURN
+                if (count := total[f"kl_tokens_turn_{turn}"])
+            }
         if total["text_tokens"]:
             metrics["echo_loss"] = ratio(total["echo_loss"], steps)
         return metrics
 
 
-TURNS = 8
-"""First turns of an episode, whose mismatch is measured for each."""
-_BY_TURN = range(1, TURNS + 1)
 _TEXTS = ("observation", "result")
 
 

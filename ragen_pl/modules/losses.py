@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.echo import role_weights, text_loss
-from ragen_pl.algorithms.kl import KLEstimator
+from ragen_pl.algorithms.kl import DivergenceWeights, KLEstimator
 from ragen_pl.algorithms.masks import all_but_action
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.policy_loss import PolicyLoss
@@ -21,6 +22,7 @@ from ragen_pl.base.constraints import Count, NonNegative, Positive
 from ragen_pl.base.run_facts import ChecksRun, RunFacts
 from ragen_pl.data.batch import CreditLayout, Minibatch
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.metrics.update import TURNS
 from ragen_pl.models.distribution import TopTokens
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.masking import Mask
@@ -63,10 +65,11 @@ class ReferenceKL:
         top_k: Number of most likely tokens that a sum over the vocabulary tells apart, where all others are one
             outcome; None for all.
         top_k_of: Whose most likely tokens these are.
+        weights: Weights of tokens by their turn and by how sure the reference is; None for 1 each.
 
     Raises:
         ValueError: The penalty is in the reward with another estimator than k1 or with `clip_norm`, in the loss with a
-            `bound`, has a coefficient and no reference, or `top_k` and no sum over the vocabulary.
+            `bound`, has a coefficient and no reference, or `top_k` or `weights` and no sum over the vocabulary.
     """
 
     needs_trust = ()
@@ -83,8 +86,14 @@ class ReferenceKL:
     bound: Positive | None = None
     top_k: Count | None = None
     top_k_of: Literal["policy", "reference"] = "policy"
+    weights: DivergenceWeights | None = None
 
     def __post_init__(self) -> None:
+        if self.weights is not None and not self.estimator.over_vocabulary:
+            raise ValueError(
+                f"algorithm.loss.kl.weights with estimator={self.estimator}: they are read from the reference's whole "
+                "distributions; set algorithm.loss.kl.weights=null, or estimator=full_reverse"
+            )
         if self.top_k is not None and not self.estimator.over_vocabulary:
             raise ValueError(
                 f"algorithm.loss.kl.top_k={self.top_k}: estimator={self.estimator} reads the sampled tokens alone; set "
@@ -427,7 +436,7 @@ class UpdateLoss:
         policy = aggregate(surrogate.losses, weight, **average)
         entropy = aggregate(scores.entropy, weight, **average)
         value = self._value_loss(scores, batch)
-        kl, kl_sum, kl_tokens = self._reference_kl(scores, batch)
+        kl, of_kl = self._reference_kl(scores, batch)
         text = self._text_loss(scores, batch)
         loss = self.policy_coefficient * policy + self.value_coefficient * value + kl + text
         loss = loss - self.entropy_weight(batch.entropy) * entropy
@@ -443,8 +452,7 @@ class UpdateLoss:
             "value_loss": value,
             "kl_loss": kl,
             "entropy_bonus": entropy,
-            "kl": kl_sum,
-            "kl_tokens": kl_tokens,
+            **of_kl,
             "echo_loss": text,
             "text_tokens": (samples.text > 0).sum(),
         }
@@ -476,18 +484,34 @@ class UpdateLoss:
         weight = role_weights(text, (text > 0) & batch.non_padding, self.echo.weights)
         return text_loss(scores.text_logprobs, weight, tokens=batch.text_tokens)
 
-    def _reference_kl(self, scores: TokenScores, batch: Minibatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weighted penalty, and the plain divergence's sum and tokens."""
+    def _reference_kl(
+        self, scores: TokenScores, batch: Minibatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted penalty, and the plain divergence's sums and tokens, of the first turns too."""
         if self.kl is None or batch.reference is None or self.kl.coefficient == 0:
             zero = scores.logprobs.new_zeros(())
-            return zero, zero, zero
+            return zero, {"kl": zero, "kl_tokens": zero}
         kl = divergence(scores, batch.samples, batch.reference, estimator=self.kl.estimator)
         mask = batch.samples.kl_mask & batch.non_padding
+        weight = mask.float()
+        if batch.kl_weight is not None:
+            weight[batch.samples.turn >= 0] *= batch.kl_weight
         penalty = aggregate(
             kl,
-            mask,
+            weight,
             how=self.kl.aggregation,
             tokens=batch.kl_tokens,
             sequences=batch.sequences,
         )
-        return self.kl.coefficient * penalty, (kl * mask).sum(), mask.sum()
+        sums = {"kl": (kl * mask).sum(), "kl_tokens": mask.sum()}
+        turns = torch.arange(TURNS, device=mask.device)
+        of_turn = mask[:, :, None] & (batch.samples.turn[:, :, None] == turns)
+        by_turn = {
+            "kl": (kl.detach()[:, :, None] * of_turn).sum((0, 1)),
+            "kl_tokens": of_turn.sum((0, 1)),
+        }
+        for name, values in by_turn.items():
+            # read one by one, which on a GPU would wait each time
+            on_cpu = values.cpu()
+            sums |= {f"{name}_turn_{turn + 1}": on_cpu[turn] for turn in range(TURNS)}
+        return self.kl.coefficient * penalty, sums

@@ -140,6 +140,7 @@ def prepare_batch(
             role_weights(samples.text, samples.text > 0, loss.echo.weights) > 0, samples.text, 0
         )
     batch.reference = None if in_reward else reference
+    batch.kl_weight = _kl_weight(batch, layout, token_masks, scorer, reference)
     estimates = assign_credit(
         batch,
         layout,
@@ -244,6 +245,31 @@ def _narrow_by_importance(
         record_importance(
             statistics, samples, scores, before=before, after=after, image_token=token
         )
+
+
+def _kl_weight(
+    batch: TrajectoryBatch,
+    layout: CreditLayout,
+    token_masks: TokenMasks,
+    scorer: Scorer,
+    reference: Tensor | None,
+) -> Tensor | None:
+    """Return the weight of the divergence by token number, `[tokens]`; None for 1 each."""
+    kl, samples = scorer.loss.kl, batch.samples
+    if kl is None or kl.weights is None or reference is None or token_masks.kl is None:
+        return None
+    entropy = scorer.reference_entropy(samples, reference, kept_ids=batch.kept_ids)
+    sampled = samples.turn >= 0
+    order = samples.token[sampled].argsort()
+    of_kl = layout.scatter(token_masks.kl, like=samples.loss_mask)
+    bundle = scorer.policy.bundle
+    return kl.weights(
+        entropy,
+        samples.turn[sampled][order],
+        of_kl[sampled][order],
+        log_vocabulary=math.log(bundle.logit_count - len(bundle.banned(entropy.device))),
+        all_reduce=sum_over_ranks,
+    )
 
 
 def _nll_by_role(samples: Samples, logprobs: Tensor) -> dict[str, Tensor]:

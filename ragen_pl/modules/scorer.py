@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.models.distribution import score_distributions
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.modules.critic import CriticModule, last_values, score_together
-from ragen_pl.modules.forward import ReferenceStates
+from ragen_pl.modules.forward import ReferenceStates, tokens_per_chunk
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenReadout, TokenScores
 from ragen_pl.modules.reference import ReferencePolicy
@@ -134,6 +136,36 @@ class Scorer:
             samples, images, microbatches=microbatches, readout=StateReadout()
         )
         return states
+
+    @torch.no_grad()
+    def reference_entropy(
+        self, samples: Samples, states: Tensor, *, kept_ids: KeptIds | None
+    ) -> Tensor:
+        """Return the entropy of the reference's distributions by token number, nats, `[tokens]`.
+
+        Args:
+            samples: Sequences.
+            states: Return value of `vocabulary_reference`.
+            kept_ids: Ids that sampling kept, by token number.
+        """
+        assert self.reference is not None
+        sampled, device = samples.turn >= 0, samples.turn.device
+        temperature = samples.temperature.new_ones(len(states))
+        temperature[samples.token[sampled]] = samples.temperature[sampled]
+        chunk = tokens_per_chunk(self.policy.bundle, self.policy.logits_mib)
+        found = [temperature.new_zeros(0)]
+        for start in range(0, len(states), chunk):
+            place = torch.arange(start, min(start + chunk, len(states)), device=device)
+            scores = score_distributions(
+                self.reference.lm_head(states[place.to(states.device)].to(device)),
+                torch.zeros_like(place),
+                temperature=temperature[place][:, None],
+                banned=self.policy.bundle.banned(device),
+                kept=None if kept_ids is None else kept_ids.select(place).to(device),
+                entropy_gradient=False,
+            )
+            found.append(scores.entropy.to(temperature.dtype))
+        return torch.cat(found)
 
     def token_reference(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support.episodes.trajectories import make_trajectory, make_turn
@@ -63,7 +65,7 @@ def test_the_solvers_steps_are_those_of_the_game(lm, target, moves):
     for one, found, episode in zip(noisy, *both, strict=True):
         steps = [with_it - without for with_it, without in zip(found, episode, strict=True)]
         known = [*(turn.potential for turn in one.turns), one.final_potential]
-        expected = [after - before for before, after in zip(known, known[1:], strict=False)]
+        expected = [after - before for before, after in itertools.pairwise(known)]
         assert steps == pytest.approx(expected, abs=1e-5)
         kinds |= set(expected)
     assert min(kinds) < 0 < max(kinds)

@@ -1,7 +1,9 @@
 """PPO's surrogate, value loss, divergences and aggregation."""
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
-from ragen_pl.algorithms.kl import KLEstimator, full_kl, kl_estimate
+from ragen_pl.algorithms.kl import (
+    DivergenceWeights,
+    KLEstimator,
+    divergence_weights,
+    full_kl,
+    kl_estimate,
+)
 from ragen_pl.algorithms.policy_loss import PolicyLoss, clipped_surrogate
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.modules.losses import ReferenceKL
 
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 maths = settings(max_examples=40, database=None, derandomize=True)
 CONSTANT = {Aggregation.CONSTANT: 8.0}
 
@@ -190,3 +199,26 @@ def test_only_k1_is_accepted_in_the_reward(estimator) -> None:
     with pytest.raises(ValueError, match=f"kl.estimator={estimator}: in the reward .* set .*=k1"):
         ReferenceKL(coefficient=0.1, place="reward", estimator=estimator)
     assert ReferenceKL(coefficient=0.1, place="reward", estimator="k1").changes_rewards
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN if case["kind"] == "opd_weights"])
+def test_weights_of_a_divergence_are_those_of_the_reference_cases(case) -> None:
+    """`turn_weight` by row and turn; the entropies of tokens off the mask are not read."""
+    given = case["inputs"]
+    mask, turn = torch.tensor(given["mask"]).bool(), torch.tensor(given["turn"])
+    turn_weight = torch.tensor(given["turn_weight"]).gather(1, turn.clamp(min=0))
+    entropy = torch.tensor(given["teacher_entropy"]).where(mask, torch.tensor(1e9))
+    settings = {"log_vocabulary": given["log_vocabulary"]}
+    found = divergence_weights(entropy, turn_weight, mask, **settings)
+    torch.testing.assert_close(found, torch.tensor(case["outputs"]["weight"]), rtol=1e-5, atol=1e-6)
+    sums: list[torch.Tensor] = []
+    parts = [(entropy[row], turn_weight[row], mask[row]) for row in range(len(mask))]
+    for part in parts:
+        divergence_weights(*part, **settings, all_reduce=lambda own: sums.append(own) or own)
+    rows = [divergence_weights(*part, **settings, all_reduce=lambda _: sum(sums)) for part in parts]
+    torch.testing.assert_close(torch.stack(rows), found)
+
+
+def test_weights_of_single_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"kl\.weights with estimator=k2: .* set .*full_reverse"):
+        ReferenceKL(coefficient=1.0, estimator=KLEstimator.K2, weights=DivergenceWeights())

@@ -38,7 +38,8 @@ PRESETS = {
     file.stem: OmegaConf.load(file).algorithm.estimator
     for file in sorted((config_dir() / "algorithm").glob("*.yaml"))
     if OmegaConf.select(OmegaConf.load(file), "algorithm.estimator")
-    and file.stem not in ("maxrl", "gdpo", "graphgpo", "cast")  # whose gradient is not that of the returns
+    and file.stem
+    not in ("maxrl", "gdpo", "graphgpo", "cast")  # whose gradient is not that of the returns
 }
 
 

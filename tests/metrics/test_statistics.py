@@ -162,6 +162,9 @@ def test_update_metrics_by_hand():
     assert "reference_kl" not in metrics
     statistics.update({"kl": 3.0, "kl_tokens": 12})
     assert statistics.metrics(steps=2)["reference_kl"] == pytest.approx(0.25)
+    statistics.update({"kl_turn_2": 3.0, "kl_tokens_turn_2": 4})
+    metrics = statistics.metrics(steps=2)
+    assert metrics["reference_kl_turn_2"] == 0.75 and "reference_kl_turn_1" not in metrics
 
 
 def test_preparation_metrics_by_hand():

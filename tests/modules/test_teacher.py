@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.models.tiny_models import TEXT, VISION
 
 from ragen_pl.algorithms.advantages.teacher_ratio import TeacherRatio
 from ragen_pl.algorithms.aggregation import Aggregation
-from ragen_pl.algorithms.kl import full_kl, kl_estimate
+from ragen_pl.algorithms.kl import DivergenceWeights, full_kl, kl_estimate
 from ragen_pl.algorithms.masks import sampled
 from ragen_pl.assembly.teacher import Teacher
 from ragen_pl.config import ConfigError
@@ -119,6 +120,44 @@ def test_gradient_is_the_plain_one_however_the_samples_are_split(make, folder, l
         for name, gradient in found.items():  # of the critic: 0
             difference = gradient - expected.get(name, torch.zeros_like(gradient))
             assert float(difference.abs().max()) < 2e-5 * largest, name
+
+
+def test_weights_of_turns_and_confidence_however_the_samples_are_split(make, folder) -> None:
+    weights = DivergenceWeights(turn_decay=0.5)
+    agent = make.agent(loss=distillation(folder, weights=weights))
+    batch = make.batch(agent, window="all", temperature=0.7)
+    bundle, samples, entropies, turns = agent.policy.bundle, batch.samples, [], []
+    with torch.no_grad():
+        each = plain_divergence(agent, samples, estimator="full_reverse")
+        for row in range(len(samples)):
+            at = (samples.turn[row] >= 0).nonzero().flatten()
+            ids = samples.input_ids[row : row + 1, : int(samples.length[row])]
+            log_q = log_distribution(
+                agent.reference.model(ids).logits[0, at - 1, : bundle.logit_count],
+                temperature=samples.temperature[row, at][:, None],
+                banned=bundle.banned(ids.device),
+            )
+            entropies.append(-(log_q.exp() * log_q).sum(-1))
+            turns.append(samples.turn[row, at])
+    allowed = int((log_q[0].exp() > 0).sum())
+    raw = 0.5 ** torch.cat(turns) * (1 - torch.cat(entropies) / torch.tensor(allowed).log())
+    weight = raw / raw.mean()
+    assert weight.max() > 1.5 * weight.min() > 0
+    loss, _ = make.gradient(agent, [make.minibatch(batch)])
+    assert loss == pytest.approx(float((weight * each).mean()), rel=1e-4)
+    plain, _ = make.gradient(agent, [replace(make.minibatch(batch), kl_weight=None)])
+    assert abs(plain - loss) > 1e-3
+    for changes in ({"accumulate": 3}, {"tokens_per_microbatch": int(samples.length.max())}):
+        split = list(MinibatchLoader(batch, epochs=1, minibatches=1, **changes))
+        assert make.gradient(agent, split)[0] == pytest.approx(loss, rel=1e-4)
+    # the plain divergence is shown, by turn
+    result = agent.loss(agent.scorer.score_minibatch(make.minibatch(batch)), make.minibatch(batch))
+    for turn in range(3):
+        of_turn = each[torch.cat(turns) == turn]
+        assert float(result.sums[f"kl_turn_{turn + 1}"]) == pytest.approx(
+            float(of_turn.sum()), rel=1e-4
+        )
+        assert int(result.sums[f"kl_tokens_turn_{turn + 1}"]) == len(of_turn) > 0
 
 
 def test_the_teachers_ratio_is_the_advantage_of_each_sampled_token(make, folder) -> None:

@@ -119,7 +119,11 @@ def build_minibatch(batch: TrajectoryBatch) -> Minibatch:
     """The whole batch as one minibatch, its rows in order."""
     (minibatch,) = MinibatchLoader(batch, epochs=1, minibatches=1)
     return replace(
-        minibatch, samples=copied(batch.samples), reference=batch.reference, kept_ids=batch.kept_ids
+        minibatch,
+        samples=copied(batch.samples),
+        reference=batch.reference,
+        kept_ids=batch.kept_ids,
+        kl_weight=batch.kl_weight,
     )
 
 
