@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from torch import nn
 
 from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.assembly.build import build_bundle, plain
-from ragen_pl.assembly.weights import load_bundle
+from ragen_pl.assembly.weights import load_bundle, load_weights
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count
 from ragen_pl.base.run_facts import RunFacts
@@ -53,22 +54,31 @@ class Teacher:
 
     Attributes:
         path: Checkpoint or folder of a run, whose last checkpoint is taken, or Hugging Face folder.
+        average: Further checkpoints of the same model; the teacher's weights are the mean of theirs and of those of
+            `path`, which is a checkpoint then.
         max_tokens: Tokens of the longest conversation; None for any.
         trust: Whether settings of somebody else that come with the teacher are taken as they are.
 
     Raises:
-        ConfigError: There is no such model, or its settings are somebody else's and name code.
+        ConfigError: There is no such model or checkpoint, or its settings are somebody else's and name code.
     """
 
-    needs_trust = ("path",)
+    needs_trust = ("path", "average")
 
     path: str
+    average: list[str] = field(default_factory=list)
     max_tokens: Count | None = None
     trust: bool = False
 
     def __post_init__(self) -> None:
         """Find the teacher and check its settings. No weights are read."""
         _ = self._settings
+        if self.average and self._found.is_folder:
+            raise ConfigError(
+                f"{_KEY}.average: {self._place} is a Hugging Face folder; give checkpoints of a run, whose weights can "
+                "be averaged"
+            )
+        _ = self._averaged
 
     @property
     def _place(self) -> str:
@@ -82,6 +92,18 @@ class Teacher:
                 "Hugging Face folder"
             )
         return find_checkpoint(self.path, root=".", key=f"{_KEY}.path")
+
+    @cached_property
+    def _averaged(self) -> list[Path]:
+        """Files of the further checkpoints."""
+        key = f"{_KEY}.average"
+        for one in self.average:
+            if not Path(one).expanduser().is_file():
+                raise ConfigError(
+                    f"{key}={self.average}: {one} is no file; give checkpoints of the teacher's run, such as "
+                    "runs/teacher/checkpoints/best.ckpt"
+                )
+        return [find_checkpoint(one, root=".", key=key).path for one in self.average]
 
     @cached_property
     def _settings(self) -> DictConfig:
@@ -198,7 +220,10 @@ class Teacher:
             settings["model"]["build"]["dtype"] = _dtype_of(student)
         run = None if found.run is None else str(found.run)
         settings |= {"source": {"checkpoint": str(found.path), "run": run}, "trust": self.trust}
-        return load_bundle(OmegaConf.create(settings))
+        bundle = load_bundle(OmegaConf.create(settings))
+        if self._averaged:
+            _average_weights(bundle, self._averaged)
+        return bundle
 
     def _described(self, student: ModelBundle) -> PreTrainedModel:
         """Return the model on the meta device, for a plan of the memory."""
@@ -209,6 +234,23 @@ class Teacher:
             config = read_config(build["path"], {"local_files_only": True})
             kept = {key: value for key, value in build.items() if key not in _OF_LOADING}
             return describe_pretrained(config, **({"dtype": _dtype_of(student)} | kept))
+
+
+@torch.no_grad()
+def _average_weights(bundle: ModelBundle, files: Sequence[Path]) -> None:
+    """Set a model's weights to the mean of its own and those of checkpoints.
+
+    Raises:
+        ConfigError: A file can't be read, or holds another model's weights.
+    """
+    weights = dict(bundle.model.named_parameters())
+    sums = {name: weight.double() for name, weight in weights.items()}
+    for file in files:
+        load_weights(bundle, file)
+        for name, weight in weights.items():
+            sums[name] += weight
+    for name, weight in weights.items():
+        weight.copy_(sums[name] / (1 + len(files)))
 
 
 def _dtype_of(bundle: ModelBundle) -> str:

@@ -24,8 +24,8 @@ class UpdateStatistics(NamedSums):
 
     def __init__(self) -> None:
         others = ("tokens", "kl", "kl_tokens", "echo_loss", "text_tokens")
-        others += tuple(f"{name}_turn_{turn}" for name in ("kl", "kl_tokens") for turn in _BY_TURN)
-        super().__init__((*_PER_TOKEN, *_PER_STEP, *others, *_POSITIONS))
+        by_turn = [f"{name}_turn_{turn}" for name in ("kl", "kl_tokens") for turn in _BY_TURN]
+        super().__init__((*_PER_TOKEN, *_PER_STEP, *others, *by_turn, *_POSITIONS))
 
     def metrics(self, *, steps: int) -> dict[str, float]:
         """Return the metrics of an update phase.

@@ -266,3 +266,39 @@ def test_settings_of_somebody_else_are_checked_as_elsewhere(tmp_path) -> None:
     ):
         Teacher(path=str(tmp_path))
     assert Teacher(path=str(tmp_path), trust=True)
+
+
+def test_a_teacher_of_several_checkpoints_has_the_mean_of_their_weights(make, tmp_path) -> None:
+    settings = {
+        "model": {"build": {"_target_": "ragen_pl.models.build.build_small_lm", "text": LARGER}},
+        "env": {"target": "ragen_pl.envs:ragen/FrozenLake-v0", "prompt_format": "free_think"},
+        "rollout": {},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "checkpoints").mkdir()
+    files, weights = [], []
+    for seed in (7, 8, 9):
+        model = build_small_lm(seed=seed, text=LARGER).model
+        state = {f"policy.model.{name}": weight for name, weight in model.state_dict().items()}
+        files.append(str(tmp_path / "checkpoints" / f"{seed}.ckpt"))
+        torch.save({"state_dict": state}, files[-1])
+        weights.append(dict(model.named_parameters()))
+    teacher = Teacher(path=files[0], average=files[1:], trust=True).build(make.agent().policy)
+    own = dict(teacher.model.named_parameters())
+    assert own.keys() == weights[0].keys()
+    for name, found in own.items():
+        mean = torch.stack([one[name].detach() for one in weights]).mean(0)
+        torch.testing.assert_close(found, mean[: len(found)])
+    with pytest.raises(ConfigError, match=r"reference\.average=.*none\.ckpt is no file; give chec"):
+        Teacher(path=files[0], average=[str(tmp_path / "none.ckpt")], trust=True)
+    other = build_small_lm(text=TEXT).model.state_dict()
+    torch.save(
+        {"state_dict": {f"policy.model.{name}": one for name, one in other.items()}}, files[2]
+    )
+    with pytest.raises(ConfigError, match=r"9\.ckpt"):
+        Teacher(path=files[0], average=files[2:], trust=True).build(make.agent().policy)
+
+
+def test_checkpoints_are_not_averaged_with_a_folder(folder) -> None:
+    with pytest.raises(ConfigError, match=r"reference\.average: .* is a Hugging Face folder; give"):
+        Teacher(path=folder, average=[str(Path(__file__))])
