@@ -119,7 +119,7 @@ def divergence_weights(
         entropy: Entropy H of the reference's distributions in nats, any shape.
         turn_weight: Weight u of each token's turn, same shape.
         mask: Bool, same shape.
-        log_vocabulary: log V, the entropy of an even distribution over the ids that can be sampled.
+        log_vocabulary: Entropy log V of an even distribution over the ids that can be sampled.
         all_reduce: Sums a tensor over the ranks; None on one rank.
 
     Returns:
