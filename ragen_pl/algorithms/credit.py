@@ -44,6 +44,7 @@ class AdvantageInputs:
             where it is not known.
         terms: `[trajectories]` by the name of a reward term, its sum over an episode; None where they are not known.
         penalty: `[trajectories, tokens]`, the KL penalty that rewards and returns are less; None for none.
+        logprobs: `[trajectories, tokens]`, log-probs of the tokens before the update; None where they are not known.
 
     Raises:
         ValueError: Shapes disagree, a nonzero reward lies outside `advantage_mask`, a token of a
@@ -67,6 +68,7 @@ class AdvantageInputs:
     success: Tensor | None = None
     terms: Mapping[str, Tensor] | None = None
     penalty: Tensor | None = None
+    logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.advantage_mask, self.loss_mask = self.advantage_mask.bool(), self.loss_mask.bool()
@@ -88,6 +90,7 @@ class AdvantageInputs:
     def _check_shapes(self) -> None:
         tokens, rows = self.rewards.shape, self.rewards.shape[:1]
         expected = {"advantage_mask": tokens, "loss_mask": tokens, "turn": tokens, "values": tokens}
+        expected |= {"logprobs": tokens}
         expected |= {"group": rows, "bootstrap": rows, "returns": rows, "center": rows}
         expected |= {"success": rows, "final_state": rows, "final_potential": rows}
         for name, shape in expected.items():

@@ -121,6 +121,7 @@ def assign_credit(
         success=episodes.success,
         terms=dict(zip(batch.terms, episodes.terms.unbind(1), strict=True)),
         penalty=penalty,
+        logprobs=layout.gather(batch.samples.old_logprobs),
     )
     estimates = _estimate(inputs, estimator, bootstrapped=_bootstrapped(batch))
     name = class_path(estimator)

@@ -10,7 +10,7 @@ import torch
 import yaml
 from support.models.tiny_models import TEXT, VISION
 
-from ragen_pl.algorithms.advantages.teacher_ratio import TeacherRatio
+from ragen_pl.algorithms.advantages.teacher_ratio import TeacherRatio, UnlikelyTokens
 from ragen_pl.algorithms.aggregation import Aggregation
 from ragen_pl.algorithms.kl import DivergenceWeights, full_kl, kl_estimate
 from ragen_pl.algorithms.masks import sampled
@@ -186,6 +186,17 @@ def test_the_policys_own_distribution_teaches_nothing(make, tmp_path) -> None:
     loss, gradients = make.gradient(agent, [make.minibatch(make.batch(agent))])
     assert abs(loss) < 1e-6
     assert all(gradient.abs().max() < 1e-6 for gradient in gradients.values())
+
+
+def test_the_control_without_a_teacher_punishes_unlikely_tokens_alone(make) -> None:
+    loss = UpdateLoss(value_coefficient=0.0, whiten=False)
+    agent = make.agent(loss=loss, estimator=UnlikelyTokens(below=0.002))
+    batch = make.batch(agent)
+    at = batch.samples.turn >= 0
+    probability = batch.samples.rollout_logprobs[at].exp()
+    found = batch.samples.advantages[at]
+    assert torch.equal(found, -(probability < 0.002).float()) and 0 < -found.mean() < 1
+    assert not batch.samples.advantages[~at].any()
 
 
 @pytest.mark.parametrize(("own", "others"), [(0, 5), (5, 0), (2, 5)])

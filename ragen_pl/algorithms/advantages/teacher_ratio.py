@@ -1,7 +1,8 @@
-"""Advantages from a teacher's log-probs of the sampled tokens (on-policy distillation)."""
+"""Advantages from a teacher's log-probs of the sampled tokens (on-policy distillation), and a control without one."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -85,3 +86,39 @@ class TeacherRatio(Estimator):
             )
         sums = discounted(-inputs.penalty, inputs.loss_mask, discount=self.discount)
         return Advantages(advantages=sums, returns=torch.zeros_like(sums))
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class UnlikelyTokens(Estimator):
+    """-1 for each sampled token that the policy had a low probability of, and 0 for all others.
+
+    A control of distillation without a teacher and without rewards. A teacher gives most of the tokens that are
+    unlikely to the policy a negative advantage, and a constant one is reported to do as well ("Does On-Policy
+    Distillation Really Distill?", 2026, arXiv 2608.31046, by its abstract; the threshold is ours). Where it does, the
+    policy has only become more certain.
+
+    Attributes:
+        below: Probability from which a token is likely.
+    """
+
+    needs_trust = ()
+
+    reads_returns: ClassVar[bool] = False
+
+    below: Fraction = 0.5
+
+    def __call__(
+        self, inputs: AdvantageInputs, *, all_reduce: AllReduce | None = None
+    ) -> Advantages:
+        """Compare the log-probs of the tokens of M_loss.
+
+        Raises:
+            ValueError: `inputs` has no log-probs.
+        """
+        if inputs.logprobs is None:
+            raise ValueError("UnlikelyTokens: found logprobs=None, expected those of the tokens")
+        limit = math.log(self.below) if self.below else -math.inf
+        unlikely = inputs.loss_mask & (inputs.logprobs < limit)
+        advantages = -unlikely.float()
+        return Advantages(advantages=advantages, returns=torch.zeros_like(advantages))
