@@ -53,6 +53,7 @@ _SUMS = (
     "correct_thoughts",
     "groups",
     "group_std",
+    "solved_groups",
     "observations",
     "observation_agreement",
     "predictions",
@@ -83,6 +84,7 @@ METRICS: Final = (
     "observation_accuracy",
     "prediction_accuracy",
     "group_return_std",
+    "group_success",
     "summaries",
     "samples_per_episode",
     "joined_fraction",
@@ -118,12 +120,15 @@ class RolloutStatistics(NamedSums):
         """Count these trajectories."""
         sums: dict[str, float] = defaultdict(float)
         group_returns: dict[int, list[float]] = defaultdict(list)
+        solved: set[int] = set()
         for trajectory in trajectories:
             if trajectory.status is EpisodeStatus.FAILED:
                 sums["failed"] += 1
                 continue
             _add_episode(sums, trajectory)
             group_returns[trajectory.group].append(trajectory.reward)
+            if trajectory.success:
+                solved.add(trajectory.group)
             for turn in trajectory.turns:
                 _add_turn(sums, turn)
                 self._add_reward_parts(turn)
@@ -132,6 +137,7 @@ class RolloutStatistics(NamedSums):
         ]
         sums["groups"] += len(spreads)
         sums["group_std"] += float(sum(spreads))
+        sums["solved_groups"] += sum(len(group_returns[group]) > 1 for group in solved)
         super().update(sums)
 
     def compute(self) -> dict[str, float]:
@@ -140,6 +146,7 @@ class RolloutStatistics(NamedSums):
         `episodes` is the number of those that have not failed, over which the means are, `failed` the fraction of all
         that have.
         `success_reported` is 0 where no step of any episode said whether the task is solved, and is left out elsewhere.
+        `group_success` is the fraction of groups of several episodes with one that was solved: pass@k for groups of k.
         `truncated` is the fraction of episodes that a limit from outside cut, such as that of the context.
         `reward/<name>` is the mean over episodes of a named part of the environment's reward. `not_joined_<reason>` is
         the number of programs' requests that were rendered as a whole, by the first of `DIFFERENCES`.
@@ -170,6 +177,7 @@ class RolloutStatistics(NamedSums):
             "observation_accuracy": ("observation_agreement", "observations"),
             "prediction_accuracy": ("prediction_agreement", "predictions"),
             "group_return_std": ("group_std", "groups"),
+            "group_success": ("solved_groups", "groups"),
             "joined_fraction": ("joined", "requests"),
         }
         metrics |= {

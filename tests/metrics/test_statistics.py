@@ -66,8 +66,12 @@ def test_rollout_metrics_by_hand():
         "truncated": 1 / 3,
         "think_accuracy": 1 / 2,
         "group_return_std": 1.1 / 2**0.5,
+        "group_success": 1.0,
     }
     assert compute(EPISODES) == pytest.approx(expected)
+    unsolved = [make_trajectory(turn(), group=5) for _ in range(2)]
+    alone = make_trajectory(turn(), group=6, success=True)
+    assert compute([*EPISODES, *unsolved, alone])["group_success"] == 0.5
 
 
 def test_an_environment_that_says_no_success_is_measured_by_its_return():

@@ -57,7 +57,7 @@ def standardized(
     Args:
         steps: `[trajectories, turns]`, 0 beyond the last turn; see `solver_advantages`.
         turns: int64 `[trajectories]`, number of turns.
-        compress: Take asinh of them, which large ones grow by their logarithm in.
+        compress: Take asinh of them, in which large ones grow as their logarithm does.
         scale_by_rms: Divide by the root mean square, over the turns of all ranks.
         all_reduce: Sums a tensor over the ranks; None on one rank.
 
