@@ -369,6 +369,7 @@ class Trajectory:
         final_images: Images of that prompt.
         final_patches: Patches shown of each of those images; None for all.
         final_potential: Potential of that state, where it is recorded.
+        environment: Name of the environment in a mixture; None where there is one environment.
     """
 
     group: int
@@ -389,11 +390,12 @@ class Trajectory:
     final_roles: np.ndarray | None = None
     final_state_key: str | None = None
     final_potential: float | None = None
+    environment: str | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # as in `Turn`
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
-        added |= dict.fromkeys(("final_roles", "final_state_key", "final_potential"))
+        added |= dict.fromkeys(("final_roles", "final_state_key", "final_potential", "environment"))
         for name, value in (added | state[1]).items():
             setattr(self, name, value)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -109,11 +109,9 @@ class RolloutDataModule(MinibatchDataModule):
         if environments.held_out or environments.held_out_fraction is not None:
             return
         if self.held_out and self.validation_sets:
-            keys = frozenset(self.validation_sets[0].held_out_keys())
-            # copies, since the validation set may play in the same environments
-            self.proxy = copy.copy(self.proxy)
-            self.proxy.environments = copy.copy(self.proxy.environments)
-            self.proxy.environments.held_out = keys
+            keys = self.validation_sets[0].held_out_keys()
+            # a copy, since the validation set may play in the same environments
+            self.proxy = replace(self.proxy, environments=environments.holding_out(keys))
 
     def episode_specs(self, iteration: int, *, attempt: int = 0) -> list[EpisodeSpec]:
         """Return this rank's episodes of an iteration: every world_size-th group, whole.
@@ -324,8 +322,7 @@ class RolloutDataModule(MinibatchDataModule):
         if resent is not None:
             new, self._resent = resent - self._resent, resent
             self.metrics["resent"] = float(sum_over_ranks(torch.tensor(float(new))))
-        environments = self.proxy.environments
-        self.metrics["redraws"] = environments.redraws / max(environments.resets, 1)
+        self.metrics["redraws"] = self.proxy.environments.redrawn
 
     def _collated(self, selection: GroupSelection) -> TrajectoryBatch:
         bundle = self.proxy.context.bundle

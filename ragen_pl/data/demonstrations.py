@@ -57,7 +57,7 @@ class WarmStartDataModule(MinibatchDataModule):
     def report_long(self, trajectories: Sequence[Trajectory]) -> None:
         """Warn of responses that a policy could not sample to their end."""
         lengths = [len(turn.response_ids) for one in trajectories for turn in one.turns]
-        limit = self.proxy.max_response_tokens
+        limit = self.proxy.response_limit(self.proxy.environments)
         longer = sum(length > limit for length in lengths)
         if longer:
             log.warning(

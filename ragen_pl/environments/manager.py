@@ -6,6 +6,7 @@ actions a turn, penalizes invalid responses and limits turns. Rules belong to th
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 import weakref
@@ -68,6 +69,8 @@ class EnvironmentManager:
         record_states: Whether turns record the `state_key()` they begin in.
         record_potentials: Whether turns record the `potential()` of the state they begin in.
         blank_images: Whether images are replaced by gray ones, to measure what an agent does without them.
+        rules: Rules in place of the environment's own, for `context.system_prompt=instructions`; None for these.
+        max_response_tokens: Longest response in the environments of a mixture; None for `rollout.max_response_tokens`.
     """
 
     @checked
@@ -91,6 +94,8 @@ class EnvironmentManager:
         record_states: bool = False,
         record_potentials: bool = False,
         blank_images: bool = False,
+        rules: str | None = None,
+        max_response_tokens: Count | None = None,
     ) -> None:
         if memory_mb is not None and not process:
             raise ValueError(
@@ -106,6 +111,7 @@ class EnvironmentManager:
         self.prompt_format = PromptFormat(prompt_format)
         self.timeout_s = timeout_s
         self.held_out, self.held_out_fraction = held_out, held_out_fraction
+        self.rules, self.max_response_tokens = rules, max_response_tokens
         self.resets = self.redraws = 0
         """Number of episodes begun, and of initial states drawn anew since they are held out, or are not."""
         self.reader = SlotReader(
@@ -123,6 +129,21 @@ class EnvironmentManager:
         # environments whose turn is under way, by the number of the turn
         self._stepping: dict[int, EnvironmentSlot] = {}
         weakref.finalize(self, _close_all, self._usable, self._workers)
+
+    def of(self, slot: EnvironmentSlot) -> EnvironmentManager:
+        """Return the manager with the settings of a slot's environment: this one, unless it is a mixture."""
+        return self
+
+    def holding_out(self, keys: Collection[str]) -> EnvironmentManager:
+        """Return a manager of the same environments whose resets do not draw these initial states."""
+        held = copy.copy(self)
+        held.held_out = frozenset(keys)
+        return held
+
+    @property
+    def redrawn(self) -> float:
+        """Mean number of initial states drawn anew in an episode."""
+        return self.redraws / max(self.resets, 1)
 
     def penalty(self, members: EnvironmentMembers) -> float:
         """Return the amount that a response without a valid action costs in an environment."""
@@ -252,6 +273,7 @@ class EnvironmentManager:
             return form
         # a chat template shows the tools itself
         rules = slot.members.rules if self.tools(slot) else slot.members.instructions
+        rules = rules if self.rules is None else self.rules
         return f"{rules} {form}".strip()
 
     def tools(self, slot: EnvironmentSlot) -> Sequence[Mapping[str, Any]] | None:

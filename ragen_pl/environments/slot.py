@@ -33,6 +33,7 @@ class EpisodeSpec:
         seed: Seed of the environment's reset.
         options: Options of the reset.
         held_out: Whether it begins in a state of the held-out fraction (`EnvironmentManager`); None for any state.
+        environment: Name of the environment in a mixture; None where there is one environment.
     """
 
     group: int
@@ -40,6 +41,7 @@ class EpisodeSpec:
     seed: int
     options: Mapping[str, object] | None = None
     held_out: bool | None = None
+    environment: str | None = None
 
 
 @dataclass(kw_only=True, slots=True)

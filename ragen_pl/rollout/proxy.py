@@ -79,6 +79,10 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         """Ids that sampling keeps; None for all."""
         return truncation_of(self)
 
+    def response_limit(self, manager: EnvironmentManager) -> int:
+        """Return the longest response in a manager's environments."""
+        return manager.max_response_tokens or self.max_response_tokens
+
     def rollout(
         self,
         responder: Responder,
@@ -131,17 +135,16 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     ) -> list[Episode]:
         episodes, truncation = [], self.truncation
         for number, slot in enumerate(slots):
-            conversation = self.context.start(
-                self.environments.instructions(slot), tools=self.environments.tools(slot)
-            )
+            manager = self.environments.of(slot)
+            conversation = self.context.start(manager.instructions(slot), tools=manager.tools(slot))
             episode = Episode(
                 number=number,
                 slot=slot,
                 conversation=conversation,
                 trajectory=new_trajectory(slot, conversation),
                 turn=ActionTurn(),
-                prompt_format=self.environments.prompt_format,
-                max_response_tokens=self.max_response_tokens,
+                prompt_format=manager.prompt_format,
+                max_response_tokens=self.response_limit(manager),
                 seed_key=(*seed_key, slot.spec.group, slot.spec.member),
                 samples=responder.samples,
                 truncation=truncation,
@@ -154,9 +157,10 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
 
     def _observe(self, episode: Episode) -> None:
         """Begin the next turn, or end the episode where no room is left for a response."""
+        manager = self.environments.of(episode.slot)
         settings = TurnSettings(
-            max_turns=self.environments.max_turns,
-            max_response_tokens=self.max_response_tokens,
+            max_turns=manager.max_turns,
+            max_response_tokens=self.response_limit(manager),
             temperature=self._temperature(episode),
         )
         episode.turn = self._present_turn(episode.slot)
@@ -172,7 +176,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         return RequestTurn(
             request=observation.request,
             images=observation.images,
-            penalty=lambda: self.environments.penalty(slot.members),
+            penalty=lambda: self.environments.of(slot).penalty(slot.members),
         )
 
     def _end(self, episode: Episode, status: EpisodeStatus) -> None:
@@ -300,20 +304,21 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     def _read(self, episode: Episode, response: Generation | str) -> PendingTurn:
         generation = sampled(response, self.context)
         has_statements = episode.turn.acts and episode.prompt_format.statements
+        manager = self.environments.of(episode.slot)
         if isinstance(response, str) and has_statements:
-            self._check_written(generation)
+            self._check_written(generation, manager)
         return episode.turn.read(
             episode,
             generation,
             self.context,
-            max_actions=self.environments.max_actions_per_turn,
+            max_actions=manager.max_actions_per_turn,
         )
 
-    def _check_written(self, generation: Generation) -> None:
-        if len(generation.ids) > self.max_response_tokens:
+    def _check_written(self, generation: Generation, manager: EnvironmentManager) -> None:
+        if len(generation.ids) > self.response_limit(manager):
             raise RolloutError(
-                f"rollout.max_response_tokens={self.max_response_tokens}: a scripted response in format "
-                f"{self.environments.prompt_format} has {len(generation.ids)} tokens; raise it"
+                f"rollout.max_response_tokens={self.response_limit(manager)}: a scripted response in format "
+                f"{manager.prompt_format} has {len(generation.ids)} tokens; raise it"
             )
 
     def _continue(self, pending: PendingTurn, result: TurnResult) -> bool:

@@ -194,6 +194,7 @@ def new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Traject
         difficulty=slot.difficulty,
         error=slot.error,
         system_prompt_length=len(conversation.system_prompt_ids),
+        environment=slot.spec.environment,
     )
 
 
