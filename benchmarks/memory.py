@@ -119,6 +119,7 @@ def build_batch(size: Size) -> TrajectoryBatch:
         advances=table == 0,
         success=column.char(),
         terms=table.double(),
+        environment=column.long(),
         weight=column + 1,
         truncated=column.bool(),
         bootstrap=column,

@@ -168,12 +168,20 @@ class Episodes:
     """int8 `[episodes]`, whether the task was solved, -1 where the environment does not say so."""
     terms: Tensor
     """float64 `[episodes, terms]`, sum of each reward term over all turns; their names are `TrajectoryBatch.terms`."""
+    environment: Tensor
+    """int64 `[episodes]`, number of the environment in `TrajectoryBatch.shares`, 0 where there is one environment."""
     weight: Tensor
     """float32 `[episodes]`, factor of the policy's loss, 1 unless a group filter changes it."""
     truncated: Tensor
     """bool `[episodes]`, whether the episode was truncated and `bootstrap` applies."""
     bootstrap: Tensor
     """float32 `[episodes]`, value of the state after the last turn, 0 where the task ended."""
+
+    def select(self, episodes: Tensor) -> Self:
+        """Return these episodes."""
+        return type(self)(
+            **{each.name: getattr(self, each.name)[episodes] for each in fields(self)}
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -198,6 +206,8 @@ class TrajectoryBatch:
     """Whether the engine has read `samples.values`, at all sampled tokens."""
     terms: tuple[str, ...] = ()
     """Names of the reward terms of this rank's episodes."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Share of each environment of a mixture, by name, the same on every rank; empty where there is one environment."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of tensors, for a checkpoint."""
@@ -253,6 +263,7 @@ def _with_later_columns(episodes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "potential": torch.full(rewards.shape, -torch.inf),
         "final_potential": torch.full(rewards.shape[:1], -torch.inf),
         "terms": rewards.new_zeros(len(rewards), 0, dtype=torch.float64),
+        "environment": torch.zeros(rewards.shape[:1], dtype=torch.int64),
     }
     return {**added, **episodes}
 
@@ -360,6 +371,10 @@ class CreditLayout:
         """Whether an episode's turns go back to a sample after another one, bool `[episodes]`."""
         changes = (self.rows[:, 1:] != self.rows[:, :-1]) & (self.rows[:, 1:] >= 0)
         return changes.sum(1) >= self.samples.clamp(min=1)
+
+    def select(self, episodes: Tensor) -> Self:
+        """Return the layout of these episodes."""
+        return type(self)(self.rows[episodes], self.columns[episodes], self.turn[episodes])
 
     def gather(self, values: Tensor, *, fill: float = 0) -> Tensor:
         """Return `[rows, time]` values in this layout, `[episodes, tokens]`, with `fill` on padding."""

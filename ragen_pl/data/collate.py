@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -104,6 +104,7 @@ def collate(
     weights: Sequence[float] | None = None,
     observations: bool = False,
     text: bool = False,
+    shares: Mapping[str, float] | None = None,
 ) -> TrajectoryBatch:
     """Build the batch of the `usable` trajectories.
 
@@ -113,6 +114,7 @@ def collate(
         weights: Factors of the trajectories in the policy's loss; None for 1 each.
         observations: Label the text between system prompt and responses too, as `Span.SHOWN` (RICO).
         text: Label the environment's text that follows a response, in `Samples.text` (ECHO).
+        shares: Share of each environment of a mixture, by name; None where there is one environment.
 
     Raises:
         ValueError: With `observations`, an episode has several samples or an untrained turn; with `text`, the roles of
@@ -153,11 +155,12 @@ def collate(
     )
     return TrajectoryBatch(
         samples=samples,
-        episodes=_episodes(kept, [weight for _, weight in pairs], terms),
+        episodes=_episodes(kept, [weight for _, weight in pairs], terms, [*(shares or {})]),
         images=images.tensors(),
         final=final_samples,
         kept_ids=sampled_from,
         terms=tuple(terms),
+        shares=dict(shares or {}),
         has_values=all(
             turn.response_values is not None for draft in drafts for _, _, turn in draft.responses
         ),
@@ -391,15 +394,16 @@ def as_dummy_batch(batch: TrajectoryBatch) -> TrajectoryBatch:
     With it, all ranks take the same number of steps.
     """
     batch.samples.weight.zero_()
-    none = torch.zeros(0, dtype=torch.int64)
-    empty = {column.name: getattr(batch.episodes, column.name)[none] for column in fields(Episodes)}
-    batch.episodes = Episodes(**empty)
+    batch.episodes = batch.episodes.select(torch.zeros(0, dtype=torch.int64))
     batch.final = None
     return batch
 
 
 def _episodes(
-    kept: Sequence[Trajectory], weights: Sequence[float], terms: Sequence[str]
+    kept: Sequence[Trajectory],
+    weights: Sequence[float],
+    terms: Sequence[str],
+    environments: Sequence[str],
 ) -> Episodes:
     turns_of = [trained_turns(trajectory) for trajectory in kept]
     max_turns = max(map(len, turns_of), default=0)
@@ -436,6 +440,10 @@ def _episodes(
         terms=torch.tensor(
             [_sums_of_terms(trajectory, terms) for trajectory in kept], dtype=torch.float64
         ).reshape(len(kept), len(terms)),
+        environment=column(
+            [environments.index(one.environment or "") if environments else 0 for one in kept],
+            torch.int64,
+        ),
         weight=torch.tensor(weights, dtype=torch.float32),
         truncated=column(
             [trajectory.status is EpisodeStatus.TRUNCATED for trajectory in kept], torch.bool

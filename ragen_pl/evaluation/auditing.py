@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
 from ragen_pl.algorithms.credit import Estimator
+from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.assembly.build import (
     build_bundle,
     build_context,
@@ -377,7 +378,9 @@ def _advantages(
     estimator = _estimator(name, algorithm)
     with config_errors(f"algorithms={name}"):
         masks: Masks = instantiate(algorithm.masks, _convert_="all")
-        normalizer = instantiate(algorithm.get("normalize"), _convert_="all")
+        normalizer: RewardNormalizer | None = instantiate(
+            algorithm.get("normalize"), _convert_="all"
+        )
     if algorithm.loss.get("policy_coefficient") == 0:
         log.info("%s is left out: no advantage moves its policy", name)
         return None
@@ -393,7 +396,12 @@ def _advantages(
     layout = CreditLayout.of(batch)
     token_masks = compute_token_masks(batch, layout, masks, kl=None)
     estimates = assign_credit(
-        batch, layout, token_masks, estimator, whiten_advantages=False, normalizer=normalizer
+        batch,
+        layout,
+        token_masks,
+        estimator,
+        whiten_advantages=False,
+        normalizers=[normalizer] if normalizer else [],
     )
     turn = torch.where(token_masks.loss, layout.turn, -1)
     means = []

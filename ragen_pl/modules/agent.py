@@ -6,6 +6,7 @@ metrics. Formulas are in `ragen_pl.algorithms`; the config chooses among them.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -66,11 +67,12 @@ class AgentModule(GuardedModule):
         loss: Loss of the update's steps.
         optimizer: Builds one optimizer from the named parameter groups `policy` and `critic`.
         engine: Builds the rollout engine of the policy.
-        normalizer: Normalizer of the episodes' returns; None to leave them.
+        normalizer: Normalizer of the episodes' returns; None to leave them. In a mixture each environment has a copy.
         optimization: Learning rates over iterations, and precision of the weights; None for the defaults.
         critic_learning_rate: Learning rate of the critic; None for the policy's.
         update: Sizes of forward passes, and steps that may be skipped; None for the defaults.
         truncation: Ids that the rollouts' sampling keeps; None for all.
+        environments: Number of environments, whose returns are normalized apart.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class AgentModule(GuardedModule):
         critic_learning_rate: float | None = None,
         update: UpdateSettings | None = None,
         truncation: Truncation | None = None,
+        environments: int = 1,
     ) -> None:
         update = update or UpdateSettings()
         super().__init__(max_skipped_steps=update.max_skipped_steps)
@@ -95,7 +98,9 @@ class AgentModule(GuardedModule):
             raise ValueError(f"{type(estimator).__name__} needs a critic; set algorithm.critic")
         self.policy, self.critic = policy, critic if estimator.needs_values else None
         self.reference = None if loss.reference is None else loss.reference.build(policy)
-        self.normalizer = normalizer or RewardNormalizer()
+        self.normalizers = [
+            copy.deepcopy(normalizer or RewardNormalizer()) for _ in range(environments)
+        ]
         self.estimator, self.masks, self.loss = estimator, masks, loss
         self.optimizer_factory = optimizer
         self.optimization = optimization or OptimizationSettings()
@@ -286,7 +291,7 @@ class AgentModule(GuardedModule):
                 estimator=self.estimator,
                 masks=self.masks,
                 tokens_per_forward=self.tokens_per_forward,
-                normalizer=self.normalizer,
+                normalizers=self.normalizers,
                 importance=self.importance,
                 correction=correction,
                 score=score,
@@ -431,12 +436,12 @@ class AgentModule(GuardedModule):
             "statistics": gather_over_ranks(self.statistics.export_state()),
             "preparation": gather_over_ranks(self.preparation.export_state()),
             "importance": gather_over_ranks(importance),
-            "normalizer": self.normalizer.state_dict(),
+            "normalizers": [normalizer.state_dict() for normalizer in self.normalizers],
             "adds_scores": self._adds_scores,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the sums if the number of ranks is the same, the normalizer and frozen weights."""
+        """Restore the sums if the number of ranks is the same, the normalizers and frozen weights."""
         super().on_load_checkpoint(checkpoint)
         state = checkpoint["agent"]
         if len(state["statistics"]) == len(gather_over_ranks(0)):
@@ -444,7 +449,15 @@ class AgentModule(GuardedModule):
             self.preparation.import_state(state["preparation"][rank()])
             if self.importance is not None and state["importance"][rank()]:
                 self.importance.import_state(state["importance"][rank()])
-        self.normalizer.load_state_dict(state["normalizer"])
+        # one environment in a checkpoint of an earlier version
+        saved = state["normalizers"] if "normalizers" in state else [state["normalizer"]]
+        if len(saved) != len(self.normalizers):
+            raise RolloutError(
+                f"the checkpoint is of a run with {len(saved)} environments, and {len(self.normalizers)} are set; set "
+                "those of the run, or start another"
+            )
+        for normalizer, statistics in zip(self.normalizers, saved, strict=True):
+            normalizer.load_state_dict(statistics)
         self._adds_scores = state.get("adds_scores", False)
 
 

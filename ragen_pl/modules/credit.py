@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,8 @@ from ragen_pl.algorithms.credit import (
     carry_into_mask,
     place_turn_rewards,
 )
+from ragen_pl.algorithms.mixture import whiten_by_environment
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.algorithms.whitening import whiten
 from ragen_pl.base.distributed import sum_over_ranks
 from ragen_pl.base.finite import class_path, require_finite
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
@@ -60,10 +62,10 @@ def assign_credit(
     estimator: Estimator,
     *,
     whiten_advantages: bool,
-    normalizer: RewardNormalizer | None = None,
+    normalizers: Sequence[RewardNormalizer] = (),
     penalty: Tensor | None = None,
 ) -> Advantages:
-    """Place the rewards and estimate advantages and returns.
+    """Place the rewards and estimate advantages and returns, in each environment of a mixture by itself.
 
     A truncated episode bootstraps with `episodes.bootstrap`, a terminated one with 0.
 
@@ -72,8 +74,8 @@ def assign_credit(
         layout: Credit layout of the batch.
         token_masks: Masks of the tokens.
         estimator: Estimator of advantages and returns.
-        whiten_advantages: Whiten over all trained tokens of all ranks.
-        normalizer: Normalizer of the episodes' returns.
+        whiten_advantages: Whiten over all trained tokens of an environment, those of all ranks.
+        normalizers: Normalizer of the episodes' returns of each environment; empty to leave them.
         penalty: `[episodes, tokens]`, subtracted from the rewards of the tokens (KL in the reward).
 
     Returns:
@@ -82,7 +84,61 @@ def assign_credit(
     Raises:
         NonFiniteError: The normalizer or the estimator returned a number that is not finite.
     """
-    episodes, turn_rewards, center = batch.episodes, batch.episodes.turn_rewards, None
+    environment, count = batch.episodes.environment, max(1, len(batch.shares))
+    estimates = Advantages(
+        advantages=torch.zeros(layout.turn.shape, device=layout.turn.device),
+        returns=torch.zeros(layout.turn.shape, device=layout.turn.device),
+    )
+    # also where this rank has no episode of an environment: estimators add up over all ranks
+    for number in range(count):
+        episodes = (environment == number).nonzero()[:, 0]
+        inputs = _inputs(
+            batch,
+            episodes,
+            layout.select(episodes),
+            token_masks.select(episodes),
+            normalizer=normalizers[number] if normalizers else None,
+            penalty=None if penalty is None else penalty[episodes],
+        )
+        own = _estimate(inputs, estimator, bootstrapped=_bootstrapped(batch)[episodes])
+        estimates.advantages[episodes] = own.advantages.float()
+        estimates.returns[episodes] = own.returns.float()
+    name = class_path(estimator)
+    require_finite(estimates.advantages, f"algorithm.estimator: the advantages of {name}")
+    require_finite(estimates.returns, f"algorithm.estimator: the returns of {name}")
+    if whiten_advantages:
+        estimates.advantages = whiten_by_environment(
+            estimates.advantages,
+            token_masks.loss,
+            environment,
+            environments=count,
+            all_reduce=sum_over_ranks,
+        )
+    estimates.advantages = estimates.advantages * batch.episodes.weight[:, None]
+    return estimates
+
+
+def _inputs(
+    batch: TrajectoryBatch,
+    numbers: Tensor,
+    layout: CreditLayout,
+    token_masks: TokenMasks,
+    *,
+    normalizer: RewardNormalizer | None,
+    penalty: Tensor | None,
+) -> AdvantageInputs:
+    """Return the estimator's inputs of some episodes.
+
+    Args:
+        batch: Trajectories with values.
+        numbers: Numbers of the episodes.
+        layout: Their credit layout.
+        token_masks: Masks of their tokens.
+        normalizer: Normalizer of their returns; None to leave them.
+        penalty: `[episodes, tokens]`, subtracted from the rewards of the tokens.
+    """
+    episodes = batch.episodes.select(numbers)
+    turn_rewards, center = episodes.turn_rewards, None
     if normalizer is not None:
         normalized = normalizer(
             turn_rewards, episodes.turns, episodes.group, all_reduce=sum_over_ranks
@@ -100,10 +156,9 @@ def assign_credit(
         returns = returns - penalty.sum(1)
     if center is not None:
         returns = returns - center
-    advances = None if bool(episodes.advances.all()) else episodes.advances
     has_states = bool((episodes.state >= 0).any()) or not len(episodes.turns)
     has_potentials = bool(episodes.final_potential.isfinite().any()) or not len(episodes.turns)
-    inputs = AdvantageInputs(
+    return AdvantageInputs(
         rewards=rewards,
         values=layout.gather(batch.samples.values),
         advantage_mask=token_masks.advantage,
@@ -117,22 +172,12 @@ def assign_credit(
         final_state=episodes.final_state if has_states else None,
         potential=episodes.potential if has_potentials else None,
         final_potential=episodes.final_potential if has_potentials else None,
-        advances=advances,
+        advances=None if bool(episodes.advances.all()) else episodes.advances,
         success=episodes.success,
         terms=dict(zip(batch.terms, episodes.terms.unbind(1), strict=True)),
         penalty=penalty,
         logprobs=layout.gather(batch.samples.old_logprobs),
     )
-    estimates = _estimate(inputs, estimator, bootstrapped=_bootstrapped(batch))
-    name = class_path(estimator)
-    require_finite(estimates.advantages, f"algorithm.estimator: the advantages of {name}")
-    require_finite(estimates.returns, f"algorithm.estimator: the returns of {name}")
-    if whiten_advantages:
-        estimates.advantages = whiten(
-            estimates.advantages, token_masks.loss, all_reduce=sum_over_ranks
-        )
-    estimates.advantages = estimates.advantages * episodes.weight[:, None]
-    return estimates
 
 
 def _estimate(inputs: AdvantageInputs, estimator: Estimator, *, bootstrapped: Tensor) -> Advantages:

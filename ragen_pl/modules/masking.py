@@ -158,6 +158,11 @@ class TokenMasks:
         """Leave tokens outside the mask out of M_loss."""
         self.loss_weight = torch.where(mask, self.loss_weight, 0.0)
 
+    def select(self, episodes: Tensor) -> TokenMasks:
+        """Return the masks of these episodes."""
+        kl = None if self.kl is None else self.kl[episodes]
+        return TokenMasks(self.loss_weight[episodes], self.advantage[episodes], kl)
+
     def write(self, samples: Samples, layout: CreditLayout) -> None:
         """Set the masks of the samples."""
         samples.loss_weight = layout.scatter(self.loss_weight, like=samples.loss_weight)

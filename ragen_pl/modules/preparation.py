@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.echo import role_weights
 from ragen_pl.algorithms.mismatch import Correction
+from ragen_pl.algorithms.mixture import environment_weights
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.base.distributed import rank, sum_over_ranks
 from ragen_pl.base.finite import class_path, require_finite
@@ -75,7 +76,7 @@ def prepare_batch(
     estimator: Estimator,
     masks: Masks,
     tokens_per_forward: int,
-    normalizer: RewardNormalizer | None = None,
+    normalizers: Sequence[RewardNormalizer] = (),
     importance: ImportanceStatistics | None = None,
     correction: Correction | None = None,
     score: bool = True,
@@ -88,7 +89,7 @@ def prepare_batch(
         estimator: Estimator of advantages and returns.
         masks: M_loss and M_adv.
         tokens_per_forward: Positions of a forward pass, padding included.
-        normalizer: Normalizer of the episodes' returns.
+        normalizers: Normalizer of the episodes' returns of each environment; empty to leave them.
         importance: Statistics of importance masks, changed in place.
         correction: Correction of the engine's distribution to the trainer's.
         score: Whether policy and critic score the samples. Otherwise the samples have values where there is a critic,
@@ -147,9 +148,16 @@ def prepare_batch(
         token_masks,
         estimator,
         whiten_advantages=loss.whiten,
-        normalizer=normalizer,
+        normalizers=normalizers,
         penalty=penalty,
     )
+    if batch.shares:
+        token_masks.loss_weight = environment_weights(
+            token_masks.loss_weight,
+            batch.episodes.environment,
+            [*batch.shares.values()],
+            all_reduce=sum_over_ranks,
+        )
     if correction is not None and scores is not None:
         rollout = layout.gather(samples.rollout_logprobs)
         weight = correction(layout.gather(scores.logprobs), rollout, layout.turn)

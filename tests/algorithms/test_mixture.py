@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.machines.threaded_ranks import on_ranks
 
 from ragen_pl.algorithms.mixture import (
     MixtureSchedule,
@@ -97,35 +98,16 @@ def test_tokens_of_environments_without_a_share_keep_their_weight():
 
 def test_rows_on_two_ranks_are_treated_as_on_one():
     """Each rank reduces for every environment, also for one that it has no row of."""
-    parts = [slice(0, 2), slice(2, 3)]
-    whole_weight = environment_weights(ROWS["mask"], ROWS["environment"], [1.0, 1.0])
-    whole = whiten_by_environment(**ROWS, environments=2)
+    parts = [
+        {name: rows[part] for name, rows in ROWS.items()} for part in (slice(0, 2), slice(2, 3))
+    ]
 
-    def on_ranks(function):
-        """Run both ranks in turn until the sums of all reductions are known."""
-        sums: list[torch.Tensor] = []
-        while True:
-            seen, results = [[], []], []
-            for rank, part in enumerate(parts):
+    def whitened(rows, reduce=None):
+        return whiten_by_environment(**rows, environments=2, all_reduce=reduce)
 
-                def reduce(x, rank=rank):
-                    number = len(seen[rank])
-                    seen[rank].append(x.clone())
-                    return sums[number] if number < len(sums) else x
+    def weighted(rows, reduce=None):
+        return environment_weights(rows["mask"], rows["environment"], [1.0, 1.0], all_reduce=reduce)
 
-                results.append(function({name: rows[part] for name, rows in ROWS.items()}, reduce))
-            assert len(seen[0]) == len(seen[1])
-            if len(sums) == len(seen[0]):
-                return torch.cat(results)
-            sums.append(seen[0][len(sums)] + seen[1][len(sums)])
-
-    found = on_ranks(
-        lambda rows, reduce: whiten_by_environment(**rows, environments=2, all_reduce=reduce)
-    )
-    torch.testing.assert_close(found, whole)
-    found = on_ranks(
-        lambda rows, reduce: environment_weights(
-            rows["mask"], rows["environment"], [1.0, 1.0], all_reduce=reduce
-        )
-    )
-    torch.testing.assert_close(found, whole_weight)
+    for function in (whitened, weighted):
+        found = on_ranks(*[lambda reduce, own=own, f=function: f(own, reduce) for own in parts])
+        torch.testing.assert_close(torch.cat(found), function(ROWS))

@@ -49,7 +49,12 @@ def credit(
     layout = CreditLayout.of(batch)
     kept = compute_token_masks(batch, layout, Masks(), kl=None)
     estimates = assign_credit(
-        batch, layout, kept, estimator, whiten_advantages=False, normalizer=normalizer
+        batch,
+        layout,
+        kept,
+        estimator,
+        whiten_advantages=False,
+        normalizers=[normalizer] if normalizer else [],
     )
     write_credit(samples, layout, kept, estimates)
     return by_token(batch, "advantages")

@@ -87,7 +87,7 @@ def credited(bundle, *, window, estimator, whiten=False, order=None, normalizer=
     samples.values = torch.where(samples.turn >= 0, values, 0.0)
     layout = CreditLayout.of(batch)
     kept = compute_token_masks(batch, layout, Masks(advantage=until_action), kl=None)
-    settings = {"whiten_advantages": whiten, "normalizer": normalizer}
+    settings = {"whiten_advantages": whiten, "normalizers": [normalizer] if normalizer else []}
     estimates = assign_credit(batch, layout, kept, estimator, **settings)
     write_credit(samples, layout, kept, estimates)
     return batch
