@@ -218,9 +218,20 @@ class GroupFilter:
         return self.keep.needs_groups or self.reweight > 0
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that a group has several episodes, if the filter compares them."""
+        """Check that a group has several episodes, if the filter compares them, and groups one scale of rewards.
+
+        Raises:
+            ValueError: They have not.
+        """
         if self.needs_groups:
             facts.require_groups(self, key="algorithm.filter")
+        ranks = self.keep.needs_groups and not self.keep.judges_alone
+        if facts.environments > 1 and (ranks or self.reweight):
+            raise ValueError(
+                f"algorithm.filter: {type(self.keep).__name__} with reweight={self.reweight:g} compares the deviations "
+                "of groups, and the environments of a mixture have rewards of different scales; set reweight=0 and "
+                "KeepAll or AboveDeviation"
+            )
 
     def __call__(self, returns: Tensor, group: Tensor) -> FilterResult:
         """Judge the trajectories of an iteration, all ranks included.

@@ -14,11 +14,17 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.assembly.start_check import checked_engine_factory, engine_class, engine_factory
 from ragen_pl.base.prompt_formats import PromptFormat
-from ragen_pl.base.seeding import seeded
+from ragen_pl.base.seeding import derive_seed, seeded
+from ragen_pl.config.environments import environment_configs, environment_nodes, is_mixture
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.datamodule import RolloutDataModule
-from ragen_pl.data.demonstrations import DemonstrationDataModule, WarmStartDataModule
+from ragen_pl.data.demonstrations import (
+    DemonstrationDataModule,
+    MixedDemonstrationDataModule,
+    WarmStartDataModule,
+)
+from ragen_pl.data.mixture import MixedEnvironment, Mixture
 from ragen_pl.data.settings import (
     IterationSettings,
     RecordSettings,
@@ -30,6 +36,7 @@ from ragen_pl.engines.protocol import EngineFactory, RolloutEngine
 from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.classes import frequent_words
 from ragen_pl.environments.manager import EnvironmentManager
+from ragen_pl.environments.mixture import EnvironmentMixture
 from ragen_pl.models.merging import check_merging
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
@@ -78,22 +85,34 @@ def assemble(cfg: DictConfig) -> RunComponents:
     context = build_context(bundle, cfg.context)
     if _predicts_text(cfg):
         context.record_roles()
-    proxy = build_proxy(
-        cfg.rollout,
-        environments=build_environments(
-            cfg.env,
+    of_environments = environment_configs(cfg)
+    managers = {
+        name: build_environments(
+            alone.env,
             record_states=estimator.needs_states,
             record_potentials=estimator.needs_potentials
-            or OmegaConf.select(cfg, "algorithm.rewards.shaping") is not None,
-        ),
-        context=context,
-    )
+            or OmegaConf.select(alone, "algorithm.rewards.shaping") is not None,
+        )
+        for name, alone in of_environments.items()
+    }
+    mixed = is_mixture(cfg.env)
+    environments = EnvironmentMixture(managers) if mixed else managers[cfg.env.name]
+    proxy = build_proxy(cfg.rollout, environments=environments, context=context)
     engine = engine_class(cfg.rollout.engine)
     if engine is not None and engine.in_place:
         # the engine refuses here what it can't run, and not after a warm start
         engine_factory(cfg.rollout.engine)(policy)
-    validation_set = build_validation_set(proxy, cfg.env, episodes=cfg.validation.episodes)
-    return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, [validation_set])
+    validation_sets = [
+        build_validation_set(
+            proxy,
+            alone.env,
+            episodes=alone.validation.episodes,
+            environment=name if mixed else None,
+            keeps_states=alone.validation.held_out and alone.env.get("held_out_fraction") is None,
+        )
+        for name, alone in of_environments.items()
+    ]
+    return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, validation_sets)
 
 
 def _predicts_text(cfg: DictConfig) -> bool:
@@ -102,13 +121,33 @@ def _predicts_text(cfg: DictConfig) -> bool:
 
 
 def build_validation_set(
-    proxy: AgentProxy[ContextManager], env: DictConfig, *, episodes: int, **changes: Any
+    proxy: AgentProxy[ContextManager],
+    env: DictConfig,
+    *,
+    episodes: int,
+    environment: str | None = None,
+    keeps_states: bool = True,
+    **changes: Any,
 ) -> ValidationSet:
-    """Build the held-out validation set, in environments of the node `env` with `changes` to their settings."""
+    """Build the held-out validation set, in environments of the node `env` with `changes` to their settings.
+
+    Args:
+        proxy: Plays a run's episodes.
+        env: The node.
+        episodes: Number of initial states.
+        environment: Name of the environment in a mixture; None for a run's only one.
+        keeps_states: Whether training leaves out its initial states.
+        changes: Settings of the environments' manager.
+    """
     # a comparison takes episodes from equal states together
     environments = build_environments(env, record_states=True, **changes)
-    proxy = replace(proxy, environments=environments)
-    return ValidationSet(HELD_OUT, proxy, episodes=episodes)
+    return ValidationSet(
+        environment or HELD_OUT,
+        replace(proxy, environments=environments),
+        episodes=episodes,
+        keeps_states=keeps_states,
+        environment=environment is not None,
+    )
 
 
 def with_words(cfg: DictConfig) -> DictConfig:
@@ -122,8 +161,10 @@ def with_words(cfg: DictConfig) -> DictConfig:
     build = cfg.model.build
     if "words" not in build or build.words is not None:
         return cfg
-    with config_errors(f"env.target={cfg.env.target}"):
-        words = list(frequent_words(cfg.env.target))
+    words: list[str] = []
+    for env in environment_nodes(cfg.env).values():
+        with config_errors(f"env.target={env.target}"):
+            words += [word for word in frequent_words(env.target) if word not in words]
     changed = OmegaConf.merge(cfg, {"model": {"build": {"words": words}}})
     assert isinstance(changed, DictConfig)
     return changed
@@ -141,6 +182,7 @@ def build_bundle(cfg: DictConfig) -> ModelBundle:
     # change with each token and each microbatch; of the whole process, for recomputation in backward leaves a context
     torch.backends.cuda.enable_cudnn_sdp(False)
     bundle: ModelBundle = instantiate(with_words(cfg).model.build, _convert_="all")
+    # the environments of a mixture agree in it
     bundle.calls_tools = OmegaConf.select(cfg, "env.prompt_format") == PromptFormat.NATIVE
     return bundle
 
@@ -247,7 +289,7 @@ def build_critic_model(
     if cfg.critic.build is None:
         return build(cfg)
     own = OmegaConf.merge(_shared_with_critic(cfg), cfg.critic.build)
-    bundle = build(OmegaConf.create({"env": {"target": cfg.env.target}, "model": {"build": own}}))
+    bundle = build(OmegaConf.create({"env": plain(cfg.env), "model": {"build": own}}))
     if (difference := policy.input_difference(bundle)) is not None:
         raise ConfigError(
             f"critic.build: {difference}, and the critic reads what the policy has read; give a model of the same "
@@ -305,6 +347,9 @@ def assemble_agent(
         critic_learning_rate=read_settings(CriticSettings, cfg.critic).lr,
         update=update,
         truncation=truncation_of(episode_settings(cfg.rollout)),
+        environments={name: own.share for name, own in environment_nodes(cfg.env).items()}
+        if is_mixture(cfg.env)
+        else None,
     )
 
 
@@ -323,6 +368,23 @@ def build_datamodule(components: RunComponents) -> RolloutDataModule:
         group_filter=instantiate(cfg.algorithm.get("filter"), _convert_="all"),
         observations=cfg.algorithm.masks.get("observations", False),
         text=_predicts_text(cfg),
+        mixture=_mixture(cfg),
+    )
+
+
+def _mixture(cfg: DictConfig) -> Mixture | None:
+    """Return the environments of a run with several; None of one."""
+    if not is_mixture(cfg.env):
+        return None
+    return Mixture(
+        {
+            name: MixedEnvironment(
+                share=cfg.env.environments[name].share,
+                curriculum=instantiate(alone.curriculum, _convert_="all"),
+                rewards=build_named(alone.algorithm.get("rewards")),
+            )
+            for name, alone in environment_configs(cfg).items()
+        }
     )
 
 
@@ -352,14 +414,35 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, WarmSt
             update=update,
             seed=cfg.seed,
         )
+    if not is_mixture(cfg.env):
+        return module, _demonstrations(components.proxy, cfg, validation_set, seed=cfg.seed)
+    sets = {one.name: one for one in components.validation_sets}
+    parts = {
+        name: _demonstrations(components.proxy, alone, sets[name], seed=derive_seed(cfg.seed, name))
+        for name, alone in environment_configs(cfg).items()
+        if cfg.env.environments[name].share > 0
+    }
+    return module, MixedDemonstrationDataModule(
+        components.proxy, parts=parts, settings=settings, update=update, seed=cfg.seed
+    )
+
+
+def _demonstrations(
+    proxy: AgentProxy[ContextManager],
+    cfg: DictConfig,
+    validation_set: ValidationSet,
+    *,
+    seed: int,
+) -> DemonstrationDataModule:
+    """Build the demonstrations in the environment of a config with one."""
     left_out = held_out_states(validation_set) if cfg.validation.held_out else ()
     environments = build_environments(cfg.env, held_out=frozenset(left_out))
-    return module, DemonstrationDataModule(
-        replace(components.proxy, environments=environments),
+    return DemonstrationDataModule(
+        replace(proxy, environments=environments),
         policy=instantiate(cfg.warm_start.demonstrator),
-        settings=settings,
-        update=update,
-        seed=cfg.seed,
+        settings=read_settings(WarmStartSettings, cfg.warm_start),
+        update=read_settings(UpdateSettings, cfg["update"]),
+        seed=seed,
     )
 
 

@@ -5,7 +5,8 @@ A constructor refuses its own arguments. `check_run` of a component refuses a ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -21,6 +22,7 @@ from ragen_pl.assembly.start_check import engine_class
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.base.run_facts import ChecksRun, ChecksSettings, RunFacts
 from ragen_pl.checkpoints.folder import configured_run
+from ragen_pl.config.environments import environment_configs
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.config.settings import read_settings
@@ -30,12 +32,12 @@ from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.losses import UpdateLoss
 
 
-def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> None:
+def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[Any, Any]]) -> None:
     """Build the components of a run that need no model, and check them against each other.
 
     Args:
         cfg: Config of `ragen_pl.fit`.
-        environment: The config's environment, unwrapped.
+        environments: The config's environments by name, unwrapped.
 
     Raises:
         ConfigError: A constructor refuses its arguments, or two components do not fit together.
@@ -56,7 +58,6 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
                 seed=cfg.seed,
             )
     with config_errors("algorithm, rollout or callbacks"):
-        instantiate(cfg.get("curriculum"), _convert_="all")
         estimator: Estimator = instantiate(algorithm.estimator, _convert_="all")
         loss: UpdateLoss = instantiate(algorithm.loss, _convert_="all")
         normalizer: RewardNormalizer | None = instantiate(
@@ -67,7 +68,6 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
             normalizer,
             instantiate(algorithm.masks, _convert_="all"),
             instantiate(cfg.rollout.get("adaptive_temperature"), _convert_="all"),
-            *build_named(algorithm.get("rewards")),
         ]
         callbacks: list[object] = build_named(cfg.callbacks)
         names = [name for name, target in cfg.callbacks.items() if target]
@@ -85,10 +85,14 @@ def check_components(cfg: DictConfig, environment: gymnasium.Env[Any, Any]) -> N
             )
             if truncation and not engine.records_kept_ids:
                 raise ValueError(kept_ids_problem(engine.__name__, truncation))
-        facts = _run_facts(cfg, environment, estimator, loss, normalizer, callbacks)
-        for component in (estimator, loss, *others, *callbacks):
-            if isinstance(component, ChecksRun):
-                component.check_run(facts)
+        for name, alone in environment_configs(cfg).items():
+            instantiate(alone.get("curriculum"), _convert_="all")
+            rewards = build_named(alone.algorithm.get("rewards"))
+            facts = _run_facts(alone, environments[name], estimator, loss, normalizer, callbacks)
+            facts = replace(facts, environments=len(environments))
+            for component in (estimator, loss, *others, *rewards, *callbacks):
+                if isinstance(component, ChecksRun):
+                    component.check_run(facts)
 
 
 def is_learned_from_records(cfg: DictConfig) -> bool:

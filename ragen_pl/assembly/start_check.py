@@ -155,8 +155,10 @@ def _refusals(policy: EnginePolicy) -> AbstractContextManager[None]:
 
 
 def image_size(environments: EnvironmentManager) -> tuple[int, int] | None:
-    """Return height and width of an environment's images; None for an environment of text."""
-    (slot,) = environments.open([EpisodeSpec(group=0, member=0, seed=0)])
-    environments.close([slot])
+    """Return height and width of the (first) environment's images; None for an environment of text."""
+    # in a mixture all show images, or none does
+    manager = next(iter(environments.managers_by_name.values()))
+    (slot,) = manager.open([EpisodeSpec(group=0, member=0, seed=0)])
+    manager.close([slot])
     images = slot.observation.images if slot.observation is not None else []
     return images[0].shape[:2] if images else None

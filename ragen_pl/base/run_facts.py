@@ -32,6 +32,7 @@ class RunFacts:
         iterations_ahead: Updates between the weights of a rollout and those that are trained on it.
         loss: Loss of the updates.
         callbacks: Callbacks of the run, in order.
+        environments: Number of environments.
     """
 
     group_size: int
@@ -54,6 +55,7 @@ class RunFacts:
     iterations_ahead: int
     loss: object
     callbacks: tuple[object, ...]
+    environments: int = 1
 
     def require_groups(self, component: object, *, key: str) -> None:
         """Check that a group has several episodes, which a component compares.

@@ -316,18 +316,25 @@ class BestCheckpoint(ModelCheckpoint):
 
     Where no validation has a success, as in an environment that sets none, the return alone decides.
 
+    In a mixture `val/success` is that of the environment with the lowest; `of_environment` keeps the best weights for
+    one environment.
+
     Args:
         monitor: Metric to maximize.
+        filename: Name of the file, without its ending.
     """
 
     needs_trust = ()
 
     @checked
     def __init__(
-        self, *, monitor: Annotated[str, declared("METRICS", prefix="val/")] = "val/success"
+        self,
+        *,
+        monitor: Annotated[str, declared("METRICS", prefix="val/")] = "val/success",
+        filename: str = "best",
     ) -> None:
         super().__init__(
-            filename="best",
+            filename=filename,
             monitor=monitor,
             mode="max",
             save_top_k=1,
@@ -336,6 +343,11 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self.best_return: float | None = None
+
+    @classmethod
+    def of_environment(cls, name: str) -> BestCheckpoint:
+        """Return a callback that keeps the best weights for an environment of a mixture as `best_<name>.ckpt`."""
+        return cls(monitor=f"val/{name}/success", filename=f"best_{name}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the weights that a run goes on with in another folder, if they were validated."""
@@ -370,7 +382,7 @@ class BestCheckpoint(ModelCheckpoint):
         if super().check_monitor_top_k(trainer, current):
             return True
         equal = current is not None and bool(current == self.best_model_score)
-        present = _return_of(trainer)
+        present = self._return_of(trainer)
         if not equal or present is None or self.best_return is None:
             return False
         return present > self.best_return
@@ -379,8 +391,14 @@ class BestCheckpoint(ModelCheckpoint):
         self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
         # the file holds it
-        self.best_return = _return_of(trainer)
+        self.best_return = self._return_of(trainer)
         super()._update_best_and_save(current, trainer, monitor_candidates)
+
+    def _return_of(self, trainer: pl.Trainer) -> float | None:
+        """Return the mean return of the last validation, None where it has none."""
+        assert self.monitor is not None
+        value = trainer.callback_metrics.get(f"{self.monitor.rpartition('/')[0]}/return")
+        return None if value is None else float(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return Lightning's state, and the return of the best validation."""
@@ -391,12 +409,6 @@ class BestCheckpoint(ModelCheckpoint):
         if self.dirpath == state_dict.get("dirpath"):
             super().load_state_dict(state_dict)
             self.best_return = state_dict.get("best_return")
-
-
-def _return_of(trainer: pl.Trainer) -> float | None:
-    """Return the mean return of the last validation, None where it has none."""
-    value = trainer.callback_metrics.get("val/return")
-    return None if value is None else float(value)
 
 
 def _follows_update(trainer: pl.Trainer) -> bool:

@@ -61,7 +61,17 @@ class RunSummary(pl.Callback):
             return
         console = self.console or wide_console(_LOG_WIDTH)
         if validations := _validations(trainer):
-            rows = {"before": validations[0], "after": validations[-1]}
+            moments = {"before": validations[0], "after": validations[-1]}
+            rows = dict(moments)
+            if names := environments_in(validations[-1]):
+                rows = {f"{moment}, worst": metrics for moment, metrics in moments.items()}
+            for name in names:
+                for moment, metrics in moments.items():
+                    rows[f"{moment}, {name}"] = {
+                        key.removeprefix(f"{name}/"): value
+                        for key, value in metrics.items()
+                        if key.startswith(f"{name}/")
+                    }
             console.print(summary_table({**rows, **self.references, **(references or {})}))
         for label, text in next_steps(trainer).items():
             console.print(f"{label:<11}{text}", soft_wrap=True, highlight=False, markup=False)
@@ -78,6 +88,15 @@ def _validations(trainer: pl.Trainer) -> list[dict[str, float]]:
         for point in points
         if point.metrics
     ]
+
+
+def environments_in(metrics: Mapping[str, float]) -> list[str]:
+    """Return the environments of a mixture that have metrics, `<environment>/success` and others.
+
+    >>> environments_in({"success": 0.5, "lake/success": 0.5, "lake/return": 0.5, "reward/shop": 1.0})
+    ['lake']
+    """
+    return sorted(name.removesuffix("/success") for name in metrics if name.endswith("/success"))
 
 
 def summary_table(rows: Mapping[str, Mapping[str, float]]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ragen_pl.config.check import (
     takes_argument,
     unknown_key,
 )
+from ragen_pl.config.environments import with_environments
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import missing_key, translated
 from ragen_pl.config.overrides import key_of, overrides_of, with_environment
@@ -90,8 +92,13 @@ def compose_accepted(
                 continue
             emptied = _emptied(cfg, lines)
             if not emptied:
-                return cfg, replaced
+                return with_environments(cfg, partial(_of_file, directory, folder)), replaced
             replaced |= emptied
+
+
+def _of_file(directory: str | None, folder: Path, overrides: list[str]) -> DictConfig:
+    """Compose a run's configuration inside of another composition."""
+    return _composed("fit", [*searched(directory), *overrides], folder=folder)
 
 
 class _MissingKey(Exception):

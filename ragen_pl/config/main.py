@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import hydra
+from hydra import compose
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,6 +29,7 @@ from ragen_pl.base.machine import end_without_collection
 from ragen_pl.config.check import check_config, leaves
 from ragen_pl.config.composition import compose_accepted, compose_overrides
 from ragen_pl.config.ending import or_exit
+from ragen_pl.config.environments import with_environments
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.overrides import key_of, with_environment
@@ -79,6 +81,7 @@ def hydra_main(
             def job(cfg: DictConfig) -> object:
                 for name in _OWN_HANDLERS:
                     logging.getLogger(name).propagate = False
+                cfg = with_environments(cfg, lambda overrides: compose("fit", overrides))
                 # values that a sweeper draws are known here only
                 if debug or args.multirun:
                     check_config(cfg)

@@ -37,7 +37,7 @@ class Component:
 _MANAGER = Arguments("ragen_pl.environments.manager.EnvironmentManager")
 
 
-class Environment(TypedDict, total=False):
+class OneEnvironment(TypedDict, total=False):
     """`env`: besides these keys the arguments of the environments' manager.
 
     Attributes:
@@ -61,6 +61,65 @@ class Environment(TypedDict, total=False):
     validation_tasks: str | PositiveFraction | None
     verifier: list[str] | None
     kwargs: Annotated[dict[str, Any], ArgumentsOf("target")]
+
+
+class MixedValidation(TypedDict, total=False):
+    """What an environment of a mixture has of `validation`.
+
+    Attributes:
+        episodes: Episodes of its validation set.
+        held_out: Hold out the initial states of its validation set.
+        baselines: Scripted policies that the policy is compared with, by name.
+    """
+
+    episodes: Count
+    held_out: bool
+    baselines: dict[str, Component | None] | None
+
+
+class MixedWarmStart(TypedDict, total=False):
+    """What an environment of a mixture has of `warm_start`.
+
+    Attributes:
+        episodes: Number of its demonstrations over all ranks.
+        stages: Reset options that they take in turn; null for its own initial states.
+        demonstrator: Policy that plays them.
+    """
+
+    episodes: Count
+    stages: Sequence[dict[str, Any]] | None
+    demonstrator: Annotated[dict[str, Any], Open()] | None
+
+
+class MixedEnvironment(OneEnvironment, TypedDict, total=False):
+    """One of `env.environments`: the keys of `env`, and what a run with this environment alone has elsewhere.
+
+    Attributes:
+        file: Name of the file of settings in the group `env`.
+        curriculum: Harder initial states later on; null for none.
+        rewards: Changes to `algorithm.rewards` for its episodes.
+        validation: Its validation set.
+        warm_start: Its demonstrations.
+    """
+
+    file: str
+    curriculum: Component | None
+    rewards: dict[str, Component | None]
+    validation: MixedValidation
+    warm_start: MixedWarmStart
+
+
+_MIXED = Arguments("ragen_pl.data.settings.MixtureSettings")
+
+
+class Environment(OneEnvironment, TypedDict, total=False):
+    """`env` of a run.
+
+    Attributes:
+        environments: Environments of a mixture by name, in place of a `target` (`env=mixture`).
+    """
+
+    environments: dict[str, Annotated[MixedEnvironment, _MANAGER, _MIXED]]
 
 
 class Algorithm(TypedDict, total=False):

@@ -28,14 +28,16 @@ from ragen_pl.data.curriculum import TaskChoice
 from ragen_pl.data.failures import UsableEpisodes, too_few, usable_episodes
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
+from ragen_pl.data.mixture import Mixture
 from ragen_pl.data.rollout_module import AsyncRolloutModule, RolloutModule
 from ragen_pl.data.settings import IterationSettings, UpdateSettings
 from ragen_pl.data.validation import ValidationLoader, ValidationSet
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import RolloutEngine, kept_ids_problem, resent_by
 from ragen_pl.environments.manager import EpisodeSpec
+from ragen_pl.environments.mixture import EnvironmentMixture
 from ragen_pl.metrics.failures import FailureStatistics
-from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.metrics.rollout import RolloutStatistics, comparable
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rewards.shaping import RewardFunction, check_terms
 from ragen_pl.rollout.background import BackgroundRollout
@@ -62,6 +64,8 @@ class RolloutDataModule(MinibatchDataModule):
         group_filter: Chooses the groups that are trained on; None for all.
         observations: Label the text between responses, which lets masks include it (RICO).
         text: Label the environment's text that follows responses, which the loss predicts (ECHO).
+        mixture: Environments of a run with several, in place of `curriculum` and `rewards`; None for one environment.
+            The proxy plays in an `EnvironmentMixture`, and each validation set is that of one of them.
     """
 
     @checked
@@ -79,6 +83,7 @@ class RolloutDataModule(MinibatchDataModule):
         group_filter: GroupFilter | None = None,
         observations: bool = False,
         text: bool = False,
+        mixture: Mixture | None = None,
     ) -> None:
         super().__init__(update or UpdateSettings())
         self.settings = iteration or IterationSettings()
@@ -91,7 +96,8 @@ class RolloutDataModule(MinibatchDataModule):
         self.proxy, self.validation_sets = proxy, list(validation_sets)
         self.seed = seed
         self.held_out = held_out
-        self.curriculum = curriculum
+        self.mixture = mixture
+        self.curriculum = curriculum if mixture is None else mixture
         self.rewards = list(rewards)
         self.group_filter = group_filter or GroupFilter()
         self.observations, self.text = observations, text
@@ -106,6 +112,12 @@ class RolloutDataModule(MinibatchDataModule):
         """Exclude the initial states of the first validation set from training."""
         super().setup(stage)
         environments = self.proxy.environments
+        if isinstance(environments, EnvironmentMixture):
+            keys_by_name = {
+                one.name: one.held_out_keys() for one in self.validation_sets if one.keeps_states
+            }
+            self.proxy = replace(self.proxy, environments=environments.with_held_out(keys_by_name))
+            return
         if environments.held_out or environments.held_out_fraction is not None:
             return
         if self.held_out and self.validation_sets:
@@ -127,10 +139,23 @@ class RolloutDataModule(MinibatchDataModule):
                 options = self.curriculum.options_for(
                     number, groups=self.settings.groups, iteration=iteration, seed=self.seed
                 )
-            seed = derive_seed(self.seed, "environment", iteration, group)
+            environment: str | None = None
+            key: tuple[int | str, ...] = (iteration, group)
+            if self.mixture is not None:
+                environment, count = self.mixture.start(
+                    number, groups=self.settings.groups, iteration=iteration
+                )
+                key = (environment, count, attempt)
             specs += [
-                EpisodeSpec(group=group, member=m, seed=seed, options=options, held_out=False)
-                for m in range(self.settings.group_size)
+                EpisodeSpec(
+                    group=group,
+                    member=member,
+                    seed=derive_seed(self.seed, "environment", *key),
+                    options=options,
+                    held_out=False,
+                    environment=environment,
+                )
+                for member in range(self.settings.group_size)
             ]
         return specs
 
@@ -273,9 +298,14 @@ class RolloutDataModule(MinibatchDataModule):
         return (self.seed, "sample", iteration)
 
     def _reward(self, trajectories: list[Trajectory]) -> None:
-        for reward in self.rewards:
-            reward(trajectories, gather=gather_over_ranks)
-            check_terms(trajectories, of=reward)
+        rewards: dict[str | None, Sequence[RewardFunction]] = {None: self.rewards}
+        if self.mixture is not None:
+            rewards = {name: one.rewards for name, one in self.mixture.environments.items()}
+        for name, functions in rewards.items():
+            own = [one for one in trajectories if one.environment == name]
+            for reward in functions:
+                reward(own, gather=gather_over_ranks)
+                check_terms(own, of=reward)
 
     def drop_ahead(self) -> None:
         """Drop the rollout ahead after the policy's weights were replaced. All ranks must call it."""
@@ -313,16 +343,31 @@ class RolloutDataModule(MinibatchDataModule):
         failures = self.proxy.failures
         if not usable.is_enough(failures):
             raise too_few(usable, trajectories, failures, iteration=iteration)
-        statistics, failure_statistics = RolloutStatistics(), FailureStatistics()
-        statistics.update(trajectories)
+        failure_statistics = FailureStatistics()
         failure_statistics.update(trajectories)
-        self.metrics = statistics.compute() | failure_statistics.compute()
+        self.metrics = failure_statistics.compute() | self._played_metrics(trajectories)
         self.metrics["dropped_groups"] = float(usable.dropped_groups)
         resent = None if self._engine is None else resent_by(self._engine)
         if resent is not None:
             new, self._resent = resent - self._resent, resent
             self.metrics["resent"] = float(sum_over_ranks(torch.tensor(float(new))))
         self.metrics["redraws"] = self.proxy.environments.redrawn
+
+    def _played_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        statistics = RolloutStatistics()
+        statistics.update(trajectories)
+        metrics = statistics.compute()
+        if self.mixture is None:
+            return metrics
+        metrics = comparable(metrics)
+        for name in self.mixture.environments:
+            own = RolloutStatistics()
+            own.update([one for one in trajectories if one.environment == name])
+            values = own.compute()
+            # one that this iteration did not play has none
+            if values["episodes"] or values["failed_episodes"]:
+                metrics |= {f"{name}/{metric}": value for metric, value in values.items()}
+        return metrics
 
     def _collated(self, selection: GroupSelection) -> TrajectoryBatch:
         bundle = self.proxy.context.bundle
@@ -332,6 +377,7 @@ class RolloutDataModule(MinibatchDataModule):
             weights=selection.weights,
             observations=self.observations,
             text=self.text,
+            shares=None if self.mixture is None else self.mixture.shares,
         )
         return as_dummy_batch(batch) if selection.is_dummy else batch
 

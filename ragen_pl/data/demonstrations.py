@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -69,6 +69,11 @@ class WarmStartDataModule(MinibatchDataModule):
                 max(lengths),
             )
 
+    def take(self, trajectories: Sequence[Trajectory]) -> None:
+        """Make the samples of this rank's episodes."""
+        self.batch = collate(trajectories, self.proxy.context.bundle)
+        set_discounted_returns(self.batch, gamma=self.settings.gamma)
+
     def train_dataloader(self) -> MinibatchLoader:
         """Return the loader over all samples."""
         assert self.batch is not None
@@ -110,8 +115,15 @@ class DemonstrationDataModule(WarmStartDataModule):
     def setup(self, stage: str) -> None:
         """Play this rank's demonstrations."""
         super().setup(stage)
-        if self.batch is not None:
-            return
+        if self.batch is None:
+            self.take(self.played())
+
+    def played(self) -> list[Trajectory]:
+        """Play this rank's demonstrations and return them, with `statistics` set. All ranks must call it.
+
+        Raises:
+            RolloutError: Every one failed.
+        """
         stages = self.settings.stages or [{}]
         specs = [
             EpisodeSpec(
@@ -138,8 +150,7 @@ class DemonstrationDataModule(WarmStartDataModule):
                 f"every demonstration failed; the first with {trajectories[0].error}"
             )
         self._report(trajectories)
-        self.batch = collate(trajectories, self.proxy.context.bundle)
-        set_discounted_returns(self.batch, gamma=self.settings.gamma)
+        return trajectories
 
     def _report(self, trajectories: Sequence[Trajectory]) -> None:
         """Warn of episodes without a success, and of responses that a policy could not sample to their end."""
@@ -152,6 +163,42 @@ class DemonstrationDataModule(WarmStartDataModule):
                 self.proxy.environments.target,
             )
         self.report_long(trajectories)
+
+
+class MixedDemonstrationDataModule(WarmStartDataModule):
+    """Serve the demonstrations of several environments, each played by its own policy, as minibatches.
+
+    Args:
+        proxy: Contexts of the run.
+        parts: Demonstrations by the name of their environment.
+        settings: Number of steps, and the discount; None for the defaults.
+        update: Sizes of microbatches; None for the defaults.
+        seed: Seed of the run.
+    """
+
+    @checked
+    def __init__(
+        self,
+        proxy: AgentProxy[ContextManager],
+        *,
+        parts: Mapping[str, DemonstrationDataModule],
+        settings: WarmStartSettings | None = None,
+        update: UpdateSettings | None = None,
+        seed: int,
+    ) -> None:
+        super().__init__(proxy, settings=settings, update=update, seed=seed)
+        self.parts = dict(parts)
+
+    def setup(self, stage: str) -> None:
+        """Play this rank's demonstrations, one environment after another."""
+        super().setup(stage)
+        if self.batch is not None:
+            return
+        trajectories: list[Trajectory] = []
+        for name, part in self.parts.items():
+            trajectories += part.played()
+            self.statistics |= {f"{name}/{key}": value for key, value in part.statistics.items()}
+        self.take(trajectories)
 
 
 def set_discounted_returns(batch: TrajectoryBatch, *, gamma: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,59 @@ class IterationSettings:
     groups: Count = 128
     group_size: Count = 1
     iterations_ahead: IterationsAhead = 0
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class MixtureSettings:
+    """Keys of one of `env.environments`, beside those of its manager.
+
+    Attributes:
+        share: Share of the groups, and of the tokens' weight in the loss; shares need not add up to 1. One with 0 is
+            not played in training, and validated.
+    """
+
+    share: NonNegative = 1.0
+
+    @staticmethod
+    def config_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
+        """Yield what does not work in a mixture, or is not read there; see `EngineTraits`."""
+        key, env = "env.environments", cfg.env
+        if not any(own.share > 0 for own in env.environments.values()):
+            yield f"{key}: every share is 0, and nothing would be trained; set one above 0"
+        for name in env:
+            if name not in ("name", "visual", "prompt_format", "environments", "words"):
+                yield f"env.{name}: is not read in a mixture; set it in one of {key}, such as {{share: 1, {name}: …}}"
+        for name, own in env.environments.items():
+            place = f"{key}.{name}"
+            if not re.fullmatch(r"[\w-]+", str(name)) or name == "reward":
+                yield f"{place}: metrics and folders are named after it; use letters, digits, _ and -, and not reward"
+            if "environments" in own:
+                yield f"{place}: is a mixture itself; list its environments in {key}"
+            if "command" in own:
+                yield f"{place}: is an agent program, which a mixture can't play; train it by itself (env=program)"
+            if bool(own.get("visual")) != bool(env.get("visual")):
+                yield (
+                    f"{place}.visual={str(bool(own.get('visual'))).lower()}: all environments of a mixture show images "
+                    "(env.visual=true model=small_vlm), or none does; choose others"
+                )
+            if (own.get("prompt_format") == "native") != (env.get("prompt_format") == "native"):
+                yield (
+                    f"{place}.prompt_format={own.get('prompt_format')}: with env.prompt_format="
+                    f"{env.get('prompt_format')}, but either all responses are in the model's own format or none is; "
+                    "set both to native, or neither"
+                )
+        if cfg.get("curriculum"):
+            yield f"curriculum: is not read in a mixture; set that of an environment, {key}.<name>.curriculum"
+        if (cfg.get("warm_start") or {}).get("records") and cfg.warm_start.get("enabled"):
+            yield (
+                "warm_start=records: initial states of records are known for one environment only; set "
+                "warm_start=demonstrations, or warm_start.weights=FILE"
+            )
+        if (cfg.get("validation") or {}).get("blank"):
+            yield "validation.blank=true: is not measured in a mixture; set false, and evaluate each environment"
+        if any(((cfg.get("context") or {}).get("leave_out") or {}).values()):
+            yield "context.leave_out: does not work in a mixture; set patches=0 and turns=0"
 
 
 @checked

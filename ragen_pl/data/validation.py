@@ -53,6 +53,9 @@ class ValidationSet:
         members: Number of episodes from each initial state, for pass@k with sampled responses.
         greedy: Take the most probable tokens.
         options: Reset options of every episode.
+        keeps_states: Whether training leaves out the set's initial states.
+        environment: Whether the set is that of an environment of a mixture, after which it is named. Its metrics are
+            logged as `val/<name>/…`.
     """
 
     def __init__(
@@ -65,8 +68,11 @@ class ValidationSet:
         members: int = 1,
         greedy: bool = True,
         options: dict[str, object] | None = None,
+        keeps_states: bool = True,
+        environment: bool = False,
     ) -> None:
         self.name, self.proxy, self.greedy = name, proxy, greedy
+        self.keeps_states, self.environment = keeps_states, environment
         self.episode_specs = [
             EpisodeSpec(
                 group=number,
@@ -74,6 +80,7 @@ class ValidationSet:
                 seed=initial_state_seed(key, number),
                 options=options,
                 held_out=True,
+                environment=name if environment else None,
             )
             for number in range(episodes)
             for member in range(members)

@@ -13,6 +13,7 @@ from gymnasium.error import Error
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.base.error_text import error_text
+from ragen_pl.config.environments import is_mixture
 from ragen_pl.config.errors import ConfigError, in_one_line
 from ragen_pl.environments.manager import CREATION_FACTOR, EnvironmentManager
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
@@ -23,6 +24,11 @@ T = TypeVar("T")
 
 def manager_settings(env: DictConfig) -> dict[str, Any]:
     """Return the arguments of the environment manager in the node `env`, whose other keys are not for it."""
+    if is_mixture(env):
+        raise ConfigError(
+            f"env={env.get('name')}: is a mixture of {', '.join(env.environments)}, and this command plays one "
+            f"environment; set env={next(iter(env.environments))}"
+        )
     settings = OmegaConf.to_container(env, resolve=True)
     assert isinstance(settings, dict)
     known = inspect.signature(EnvironmentManager).parameters
@@ -57,6 +63,7 @@ class EnvironmentCalls:
     """
 
     def __init__(self, env: DictConfig) -> None:
+        manager_settings(env)
         self.place = f"env.target={env.target}"
         self._env = env
         self._timeout_s: float | None = env.get("timeout_s")

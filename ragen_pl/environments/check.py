@@ -16,6 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.base.machine import only_new_garbage, used_memory
+from ragen_pl.config.environments import environment_configs, is_mixture
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.environments.calls import EnvironmentCalls, manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
@@ -42,10 +43,27 @@ _RESERVED = ("||", "<", ">")
 _KEPT, _FIRST_EPISODES = 4 * 2**20, 3
 
 
-def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
+def check_environments(cfg: DictConfig) -> dict[str, gymnasium.Env[Any, Any]]:
+    """Check each environment of a run with its own settings, and return them closed and unwrapped, by name.
+
+    Raises:
+        ConfigError: One breaks the protocol, or in a mixture does not say whether its task is solved.
+    """
+    compared = is_mixture(cfg.env)
+    return {
+        name: check_environment(alone, says_success=compared)
+        for name, alone in environment_configs(cfg).items()
+    }
+
+
+def check_environment(cfg: DictConfig, *, says_success: bool = False) -> gymnasium.Env[Any, Any]:
     """Make the config's environment, play its first turns and return it closed and unwrapped.
 
     Scripted policies choose actions in it, and the stages of the curriculum and of the warm start are tried.
+
+    Args:
+        cfg: Config of a run with one environment.
+        says_success: Whether it has to say whether its task is solved.
 
     Raises:
         ConfigError: It breaks the protocol; with what was found, what was expected and the remedy.
@@ -53,7 +71,7 @@ def check_environment(cfg: DictConfig) -> gymnasium.Env[Any, Any]:
     calls = EnvironmentCalls(cfg.env)
     try:
         env = calls.make()
-        _Check(cfg, calls, env).run()
+        _Check(cfg, calls, env, says_success=says_success).run()
     finally:
         calls.close()
     return env.unwrapped
@@ -87,12 +105,19 @@ class _Check:
         cfg: Config of a run.
         calls: Makes the environment's calls.
         env: The environment.
+        says_success: Whether it has to say whether its task is solved.
     """
 
     def __init__(
-        self, cfg: DictConfig, calls: EnvironmentCalls, env: gymnasium.Env[Any, Any]
+        self,
+        cfg: DictConfig,
+        calls: EnvironmentCalls,
+        env: gymnasium.Env[Any, Any],
+        *,
+        says_success: bool,
     ) -> None:
         self.cfg, self.calls, self.env = cfg, calls, env
+        self._needs_success = says_success
         record_states = bool(OmegaConf.select(cfg, "validation.held_out"))
         settings = manager_settings(cfg.env) | {"record_states": record_states}
         self.manager = EnvironmentManager(**settings)
@@ -130,6 +155,11 @@ class _Check:
             self._check_episodes()
         self._check_stages()
         self._warn_of_garbage()
+        self._require(
+            self._says_success or not self._needs_success,
+            "no step of its random episodes sets info['success'], by which the environments of a mixture are compared; "
+            "set it to true or false in each step",
+        )
         if not self._says_success:
             log.warning(
                 "%s: no step of its random episodes sets info['success'], so success is 0 everywhere; best.ckpt, the "

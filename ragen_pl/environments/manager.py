@@ -130,6 +130,11 @@ class EnvironmentManager:
         self._stepping: dict[int, EnvironmentSlot] = {}
         weakref.finalize(self, _close_all, self._usable, self._workers)
 
+    @property
+    def managers_by_name(self) -> Mapping[str, EnvironmentManager]:
+        """This manager under an empty name; the managers of a mixture under those of their environments."""
+        return {"": self}
+
     def of(self, slot: EnvironmentSlot) -> EnvironmentManager:
         """Return the manager with the settings of a slot's environment: this one, unless it is a mixture."""
         return self

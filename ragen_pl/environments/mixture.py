@@ -27,6 +27,11 @@ class EnvironmentMixture(EnvironmentManager):
         # the base's own state is that of the managers
         self.managers = dict(managers)
 
+    @property
+    def managers_by_name(self) -> Mapping[str, EnvironmentManager]:
+        """The managers by name."""
+        return self.managers
+
     def of(self, slot: EnvironmentSlot) -> EnvironmentManager:
         """Return the manager of a slot's environment."""
         return self._named(slot.spec)

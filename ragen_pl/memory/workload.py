@@ -9,6 +9,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.assembly.build import build_environments, plain
+from ragen_pl.config.environments import environment_configs
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.environments.manager import EpisodeSpec
@@ -54,8 +55,15 @@ class Workload:
 def workload_of(cfg: DictConfig, bundle: ModelBundle) -> Workload:
     """Return the sizes if every episode and every response is as long as it may be.
 
-    A prompt has the length of the environment's first observation. It is estimated where the tokenizer is not here.
+    A prompt has the length of the environment's first observation. It is estimated where the tokenizer is not here. In
+    a mixture they are those of the environment with the most tokens, as if all episodes were in it.
     """
+    workloads = [_alone(one, bundle) for one in environment_configs(cfg).values()]
+    return max(workloads, key=lambda one: one.samples * one.length)
+
+
+def _alone(cfg: DictConfig, bundle: ModelBundle) -> Workload:
+    """Return the sizes of a run with one environment."""
     rollout, turns, whole = cfg.rollout, cfg.env.max_turns, cfg.context.window == "all"
     system, turn, images = _prompt(cfg, bundle)
     response, max_tokens = rollout.max_response_tokens, cfg.context.max_tokens

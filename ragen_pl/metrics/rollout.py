@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -101,6 +101,24 @@ DIAGNOSTICS: Final = (
     "think_accuracy",
 )
 """Metrics that are diagnostics too. The config reads this constant without importing the module."""
+
+_SCALED = ("return", "return_std", "group_return_std", "reward/")
+
+
+def comparable(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of episodes in several environments without those in the scales of their rewards."""
+    return {name: value for name, value in metrics.items() if not name.startswith(_SCALED)}
+
+
+def worst_of(by_environment: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of the environment with the lowest success, the first of equal ones.
+
+    A mean over environments would hide one that is forgotten while others are learned.
+
+    >>> worst_of({"lake": {"success": 0.9, "return": 0.9}, "shop": {"success": 0.2, "return": 40.0}})
+    {'success': 0.2, 'return': 40.0}
+    """
+    return dict(min(by_environment.values(), key=lambda metrics: metrics["success"]))
 
 
 class RolloutStatistics(NamedSums):

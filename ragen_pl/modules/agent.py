@@ -32,7 +32,7 @@ from ragen_pl.engines.protocol import (
     is_shared,
 )
 from ragen_pl.metrics.importance import ImportanceStatistics
-from ragen_pl.metrics.rollout import RolloutStatistics
+from ragen_pl.metrics.rollout import RolloutStatistics, worst_of
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
 from ragen_pl.models.dropout import has_dropout
 from ragen_pl.models.truncation import Truncation
@@ -72,7 +72,8 @@ class AgentModule(GuardedModule):
         critic_learning_rate: Learning rate of the critic; None for the policy's.
         update: Sizes of forward passes, and steps that may be skipped; None for the defaults.
         truncation: Ids that the rollouts' sampling keeps; None for all.
-        environments: Number of environments, whose returns are normalized apart.
+        environments: Share of each environment of a mixture by name, in the order of the batches; empty for one
+            environment. Returns are normalized in each apart, and validation compares those with a share above 0.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class AgentModule(GuardedModule):
         critic_learning_rate: float | None = None,
         update: UpdateSettings | None = None,
         truncation: Truncation | None = None,
-        environments: int = 1,
+        environments: Mapping[str, float] | None = None,
     ) -> None:
         update = update or UpdateSettings()
         super().__init__(max_skipped_steps=update.max_skipped_steps)
@@ -98,8 +99,10 @@ class AgentModule(GuardedModule):
             raise ValueError(f"{type(estimator).__name__} needs a critic; set algorithm.critic")
         self.policy, self.critic = policy, critic if estimator.needs_values else None
         self.reference = None if loss.reference is None else loss.reference.build(policy)
+        self.environments = dict(environments or {})
         self.normalizers = [
-            copy.deepcopy(normalizer or RewardNormalizer()) for _ in range(environments)
+            copy.deepcopy(normalizer or RewardNormalizer())
+            for _ in range(max(1, len(self.environments)))
         ]
         self.estimator, self.masks, self.loss = estimator, masks, loss
         self.optimizer_factory = optimizer
@@ -411,10 +414,17 @@ class AgentModule(GuardedModule):
         return {"trajectories": trajectories}
 
     def on_validation_epoch_end(self) -> None:
-        """Log the validation sets' metrics: `val/…` for the first, `val_<name>/…` for the others."""
+        """Log the validation sets' metrics: `val/…` for the first, `val_<name>/…` for the others.
+
+        In a mixture they are `val/<environment>/…`, and `val/…` those of the one that is trained with the
+        lowest success.
+        """
         metrics: dict[str, float] = {}
+        by_environment: dict[str, dict[str, float]] = {}
         for number, (name, statistics) in enumerate(self.validation_statistics.items()):
             prefix = "val" if number == 0 else f"val_{name}"
+            if name in self.environments:
+                prefix = f"val/{name}"
             values = statistics.compute()
             statistics.reset()
             if values["failed"] == 1.0:
@@ -422,6 +432,10 @@ class AgentModule(GuardedModule):
                     f"every episode of validation set {name!r} failed; the warnings above name the errors"
                 )
             metrics |= _prefixed(f"{prefix}/", values)
+            if self.environments.get(name):
+                by_environment[name] = values
+        if by_environment:
+            metrics |= _prefixed("val/", worst_of(by_environment))
         self._end_rollout()
         metrics["step"] = float(self.trainer.fit_loop.epoch_progress.current.ready)
         self.log_dict(metrics, rank_zero_only=False)

@@ -306,6 +306,15 @@ class UpdateLoss:
         Raises:
             ValueError: They are not, or it does.
         """
+        how = self.policy.aggregation
+        if facts.environments > 1 and how in (
+            Aggregation.SEQ_MEAN_TOKEN_MEAN,
+            Aggregation.EPISODE_MEAN,
+        ):
+            raise ValueError(
+                f"algorithm.loss.policy.aggregation={how}: divides by the weights of a sequence's own tokens, which an "
+                "environment's share of a mixture is made of; set token-mean or seq-mean-token-sum"
+            )
         if facts.iterations_ahead:
             self.require_correction()
         if self.echo is not None:

@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.base.machine import collection_paused
 from ragen_pl.checkpoints.checkpoint_check import problem_of
 from ragen_pl.checkpoints.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
+from ragen_pl.config.environments import environment_nodes
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.environments.check import check_environment
+from ragen_pl.environments.check import check_environments
 from ragen_pl.tracking.mlflow_process import logs_by, start_early
 from ragen_pl.tracking.mlflow_run import known_run
 
@@ -30,8 +31,9 @@ def check_run(cfg: DictConfig) -> None:
         FileNotFoundError: There is nothing to resume from.
     """
     if not is_launched():
-        log.info("checking %s (%s)", cfg.env.name, cfg.env.target)
-    environment = check_environment(cfg)
+        for name, env in environment_nodes(cfg.env).items():
+            log.info("checking %s (%s)", name, env.target)
+    environments = check_environments(cfg)
     check_files(cfg)
     if cfg.get("algorithm"):
         if not is_launched() and outside_processes() == 1 and logs_by(cfg.logger):
@@ -41,7 +43,7 @@ def check_run(cfg: DictConfig) -> None:
         with collection_paused():
             from ragen_pl.assembly.component_checks import check_components
 
-        check_components(cfg, environment)
+        check_components(cfg, environments)
     # what MLflow has not got of a run under way is kept
     if cfg.logger and not known_run(configured_run(cfg).folder):
         from ragen_pl.assembly.component_checks import check_logger

@@ -46,7 +46,7 @@ from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.base.seeding import seeded
 from ragen_pl.base.settings_files import SETTINGS, newest_settings
 from ragen_pl.base.stop_signals import Stopped, ending
-from ragen_pl.callbacks.checkpoint import RunCheckpoint
+from ragen_pl.callbacks.checkpoint import BestCheckpoint, RunCheckpoint
 from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
@@ -63,6 +63,7 @@ from ragen_pl.checkpoints.rank_states import RankStatesError
 from ragen_pl.checkpoints.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.checkpoints.starts import counted_start
 from ragen_pl.config.ending import PLAIN
+from ragen_pl.config.environments import environment_configs
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
 from ragen_pl.config.start_settings import keep_settings
@@ -363,6 +364,10 @@ def reinforce(
     validates = cfg.trainer.get("limit_val_batches") != 0
     last = LastWeights(run, blank_set=_blank_set(components) if validates else None)
     callbacks = [RolloutUpdate(), UnusedWeights(), summary, last, *build_named(cfg.callbacks)]
+    if cfg.callbacks.get("best"):
+        # before the checkpoint of the iteration, which then holds their best scores
+        place = next(n for n, one in enumerate(callbacks) if isinstance(one, BestCheckpoint))
+        callbacks[place:place] = map(BestCheckpoint.of_environment, agent.environments)
     for callback in callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             callback.dirpath = str(run.checkpoints)
@@ -375,7 +380,8 @@ def reinforce(
         log_every_n_steps=1,
         default_root_dir=run.folder,
     )
-    digest = components.validation_sets[0].digest()
+    digests = {one.name: one.digest() for one in components.validation_sets}
+    digest = " ".join(digests.values())
     for logger in loggers:
         logger.log_hyperparams({"validation_digest": digest})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=not cfg.trust)
@@ -388,10 +394,16 @@ def reinforce(
     if trainer.is_global_zero:
         baselines = last.blank
         if validates:
-            scripted = baseline_metrics(cfg.validation.baselines, components.validation_sets[0])
-            baselines = scripted | baselines
+            for one in components.validation_sets:
+                alone = environment_configs(cfg).get(one.name, cfg)
+                scripted = baseline_metrics(alone.validation.baselines, one)
+                if one.environment:
+                    scripted = {f"{name}, {one.name}": row for name, row in scripted.items()}
+                baselines |= scripted
         for name, column in baselines.items():
-            metrics |= {f"{name.replace(' ', '_')}/{key}": value for key, value in column.items()}
+            policy, _, environment = name.partition(", ")
+            parts = [policy.replace(" ", "_"), *([environment] if environment else [])]
+            metrics |= {"/".join([*parts, key]): value for key, value in column.items()}
         metrics["time/total_s"] = time.perf_counter() - start
         warn_of_garbage(metrics.get("val/return", math.inf), baselines)
         summary.show(trainer, references=baselines)

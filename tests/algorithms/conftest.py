@@ -78,7 +78,7 @@ def compose_config(*overrides: str) -> DictConfig:
     for one in OverridesParser.create().parse_overrides(others):
         OmegaConf.update(cfg, one.key_or_group, one.value(), merge=True, force_add=one.is_add())
     check_config(cfg)
-    check_components(cfg, check_environment(cfg))
+    check_components(cfg, {cfg.env.name: check_environment(cfg)})
     return cfg
 
 

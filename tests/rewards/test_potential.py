@@ -145,4 +145,4 @@ def test_shaping_that_would_change_the_task_is_refused(overrides, message):
     chosen = [one for one in overrides if one != "gamma=0.5"]
     cfg = composed("env=frozenlake", *chosen, f"{shaping}{gamma}}}")
     with pytest.raises(ConfigError, match=message):
-        check_components(cfg, make_environment(cfg.env).unwrapped)
+        check_components(cfg, {cfg.env.name: make_environment(cfg.env).unwrapped})
