@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,10 +20,12 @@ from ragen_pl.algorithms.masks import until_action
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule
+from ragen_pl.data.mixture import MixedEnvironment, Mixture
 from ragen_pl.data.settings import IterationSettings, UpdateSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.environments.manager import EnvironmentManager
+from ragen_pl.environments.mixture import EnvironmentMixture
 from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.adapters import choose_trained_weights
 from ragen_pl.models.build import build_small_lm
@@ -94,6 +96,8 @@ class Setup:
     scoring: str = "needed"
     rewards: tuple[Any, ...] = ()
     frozenlake: dict[str, Any] = field(default_factory=dict)
+    # whether every third group plays a bandit
+    mixed: bool = False
     # top_p, top_k, min_p
     truncation: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -122,6 +126,25 @@ class Setup:
             # a validation of two batches of one turn
             for num_envs, turns in ((256, {}), (2, {"max_turns": 1}))
         )
+        curriculum = Curriculum(
+            stages=[{}, {"min_distance": 2}], above=0.01, fraction=0.5, window=1
+        )
+        mixture, validation_sets = None, [ValidationSet("held_out", validation_proxy, episodes=4)]
+        if self.mixed:
+            bandit = EnvironmentManager(target="ragen/Bandit-v0", max_turns=1)
+            proxy.environments = EnvironmentMixture({"lake": proxy.environments, "bandit": bandit})
+            lake = MixedEnvironment(share=2.0, curriculum=curriculum)
+            mixture = Mixture({"lake": lake, "bandit": MixedEnvironment(share=1.0)})
+            validation_sets = [
+                ValidationSet("lake", validation_proxy, episodes=4, environment=True),
+                ValidationSet(
+                    "bandit",
+                    replace(validation_proxy, environments=bandit),
+                    episodes=3,
+                    environment=True,
+                    keeps_states=False,
+                ),
+            ]
         needs_critic = self.estimator.needs_values
         own = self.bundle(seed=3) if self.own_critic else None
         agent = AgentModule(
@@ -146,19 +169,19 @@ class Setup:
             ),
             engine=self.engine,
             truncation=proxy.truncation,
+            environments=None if mixture is None else mixture.shares,
         )
         datamodule = RolloutDataModule(
             proxy,
-            validation_sets=[ValidationSet("held_out", validation_proxy, episodes=4)],
+            validation_sets=validation_sets,
             iteration=IterationSettings(
                 groups=6, group_size=self.group_size, iterations_ahead=self.iterations_ahead
             ),
             update=UpdateSettings(
                 epochs=2, minibatches=2, tokens_per_microbatch=self.tokens_per_microbatch
             ),
-            curriculum=Curriculum(
-                stages=[{}, {"min_distance": 2}], above=0.01, fraction=0.5, window=1
-            ),
+            curriculum=None if self.mixed else curriculum,
+            mixture=mixture,
             group_filter=self.group_filter,
             rewards=self.rewards,
         )

@@ -172,6 +172,22 @@ def test_resuming_with_all_kinds_of_state_is_exact(setup_of, tmp_path):
     assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), chosen=every(7)) == 4
 
 
+def test_resuming_a_mixture_of_environments_is_exact(setup_of, tmp_path):
+    """Its schedule, the curriculum of one environment, and running statistics of the returns of each."""
+    setup = setup_of(
+        mixed=True,
+        normalizer=lambda: RewardNormalizer(by=Running(decay=0.5), clip_high=2.0),
+        tokens_per_microbatch=150,
+    )
+    points = ("on_rollout_end", "on_train_batch_end", "on_validation_end")
+    assert resume_everywhere(setup, tmp_path, points, chosen=every(11)) >= 3
+    _, logged, _ = setup.fit(max_epochs=1)
+    names = {name for _, metrics in logged for name in metrics}
+    assert {"val/lake/success", "val/bandit/success", "rollout/bandit/return"} <= names
+    assert {"val/success", "rollout/lake/curriculum_stage"} <= names
+    assert "rollout/return" not in names
+
+
 def test_resuming_between_microbatches_is_exact(setup_of, tmp_path):
     """Their number differs between iterations, and the Trainer's accumulation with it; some ids are not sampled, and
     the penalty's gradient is clipped by itself.

@@ -16,7 +16,7 @@ from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.advantages.turn_baseline import TurnLeaveOneOut
 from ragen_pl.algorithms.credit import Estimator, broadcast
 from ragen_pl.algorithms.masks import until_action
-from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer
+from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer, Running
 from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate
@@ -245,3 +245,71 @@ class TestUndividedSequence:
     def test_episode_of_several_samples_is_rejected(self, bundle) -> None:
         with pytest.raises(ValueError, match=r"context\.window=all"):
             collate([episode(bundle, number=0, window=1)], bundle, observations=True)
+
+
+# ---- several environments
+
+APART = [
+    *((estimator, None) for estimator in ESTIMATORS),
+    (RawReturn(), ByBatch),
+    (LeaveOneOut(), Running),
+]
+
+
+def credit_of(bundle, groups, estimator, rule, *, whiten, scale=(1.0, 1.0)):
+    """Return the advantages of groups that are in environments a and b in turn, by group and member."""
+    played = [episode(bundle, number=number, window=1) for number in range(12)]
+    played = [one for one in played if one.group in groups]
+    for one in played:
+        one.environment = "ab"[one.group % 2]
+        for turn in one.turns:
+            turn.reward_terms = {
+                name: scale[one.group % 2] * amount for name, amount in turn.reward_terms.items()
+            }
+    batch = collate(played, bundle, shares={"a": 0.5, "b": 0.5})
+    batch.samples.values = torch.where(
+        batch.samples.turn >= 0, torch.sin(batch.samples.input_ids.float()), 0.0
+    )
+    layout = CreditLayout.of(batch)
+    estimates = assign_credit(
+        batch,
+        layout,
+        compute_token_masks(batch, layout, Masks(advantage=until_action), kl=None),
+        estimator,
+        whiten_advantages=whiten,
+        normalizers=[RewardNormalizer(by=rule()) for _ in range(2)] if rule else [],
+    )
+    keys = zip(batch.episodes.group.tolist(), batch.episodes.member.tolist(), strict=True)
+    return {
+        key: row[turn >= 0]
+        for key, row, turn in zip(keys, estimates.advantages, layout.turn, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("estimator", "rule"), APART, ids=lambda one: getattr(one, "__name__", type(one).__name__)
+)
+def test_credit_in_a_mixture_is_that_of_the_environment_alone(bundle, estimator, rule) -> None:
+    for whiten in (False, True):
+        mixed, *alone = (
+            credit_of(bundle, groups, estimator, rule, whiten=whiten)
+            for groups in ({0, 1, 2, 3}, {0, 2}, {1, 3})
+        )
+        apart = {key: credit for part in alone for key, credit in part.items()}
+        assert len(mixed) == 12 and mixed.keys() == apart.keys()
+        for key, expected in apart.items():
+            torch.testing.assert_close(mixed[key], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "rule"),
+    [(BatchRelative(), None), (ReinforcePlusPlus(gamma=0.9), None), (RawReturn(), Running)],
+    ids=["batch", "reinforce", "running"],
+)
+def test_larger_rewards_of_one_environment_change_no_advantage(bundle, estimator, rule) -> None:
+    groups = {0, 1, 2, 3}
+    plain = credit_of(bundle, groups, estimator, rule, whiten=True)
+    scaled = credit_of(bundle, groups, estimator, rule, whiten=True, scale=(1.0, 10.0))
+    for key, expected in plain.items():
+        torch.testing.assert_close(scaled[key], expected, rtol=1e-4, atol=1e-4)
+    assert sum(float(one.abs().sum()) for one in plain.values()) > 1
