@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ragen_pl.config.errors import ConfigError
 
@@ -30,8 +30,9 @@ def with_environments(cfg: DictConfig, compose: Compose) -> DictConfig:
     """Return a composed configuration whose environments of a mixture have the settings of their files.
 
     An entry is a share, or changes to the settings of the file `conf/env/<file>.yaml`, by default that of its name. It
-    then has the keys of the node `env`, `max_response_tokens` and `curriculum`, and of the nodes `validation` and
-    `warm_start` what belongs to an environment. A configuration without a mixture is returned as it is.
+    then has the keys of the node `env`, `max_response_tokens`, `curriculum` and `rewards`, and of the nodes
+    `validation` and `warm_start` what belongs to an environment. A configuration with one environment is returned as it
+    is.
 
     Args:
         cfg: The configuration.
@@ -48,7 +49,8 @@ def with_environments(cfg: DictConfig, compose: Compose) -> DictConfig:
         raise ConfigError(
             f"{_KEY}={given}: expected a share of each environment; set '{_KEY}={{frozenlake: 1, bandit: 1}}'"
         )
-    own = {str(name): _whole(str(name), entry, compose) for name, entry in given.items()}
+    rewards = _plain(OmegaConf.select(cfg, "algorithm.rewards") or {})
+    own = {str(name): _whole(str(name), entry, rewards, compose) for name, entry in given.items()}
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg.env.environments = own
@@ -57,8 +59,8 @@ def with_environments(cfg: DictConfig, compose: Compose) -> DictConfig:
     return cfg
 
 
-def _whole(name: str, entry: Any, compose: Compose) -> dict[str, Any]:
-    """Return all settings of an environment from its entry."""
+def _whole(name: str, entry: Any, rewards: Any, compose: Compose) -> dict[str, Any]:
+    """Return all settings of an environment from its entry and the run's reward functions."""
     key = f"{_KEY}.{name}"
     if isinstance(entry, int | float) and not isinstance(entry, bool):
         entry = {"share": entry}
@@ -69,9 +71,15 @@ def _whole(name: str, entry: Any, compose: Compose) -> dict[str, Any]:
     file = str(entry.get("file", name))
     try:
         cfg = compose([f"env={file}"])
+        if is_mixture(cfg.env):
+            raise ConfigError(f"is a mixture itself; list its environments in {_KEY}")
         if "target" in entry:
             OmegaConf.update(cfg, "env.target", entry["target"])
         env = OmegaConf.to_container(cfg.env, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(
+            f"{key}.{error.key} has no value; set '{_KEY}={{{name}: {{file: {file}, {error.key}: …}}}}'"
+        ) from error
     except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{key}.file={file}: {str(error).splitlines()[0]}") from error
     assert isinstance(env, dict)
@@ -81,7 +89,7 @@ def _whole(name: str, entry: Any, compose: Compose) -> dict[str, Any]:
         **{str(one): value for one, value in env.items() if one != "name"},
         "max_response_tokens": cfg.rollout.max_response_tokens,
         "curriculum": _plain(cfg.curriculum),
-        "rewards": {},
+        "rewards": rewards,
         **{node: {one: _plain(cfg[node].get(one)) for one in keys} for node, keys in _OWN.items()},
     }
     merged = OmegaConf.to_container(OmegaConf.merge(settings, entry), resolve=False)
@@ -115,7 +123,7 @@ def _alone(cfg: DictConfig, name: str, own: DictConfig) -> DictConfig:
     alone.env = {"name": name, **{key: own[key] for key in own if key not in others}}
     alone.curriculum = own.curriculum
     alone.rollout.max_response_tokens = own.max_response_tokens
-    alone.algorithm.rewards = OmegaConf.merge(alone.algorithm.get("rewards") or {}, own.rewards)
+    alone.algorithm.rewards = own.rewards
     for node, keys in _OWN.items():
         for key in keys:
             alone[node][key] = own[node][key]

@@ -97,7 +97,7 @@ class MixedEnvironment(OneEnvironment, TypedDict, total=False):
     Attributes:
         file: Name of the file of settings in the group `env`.
         curriculum: Harder initial states later on; null for none.
-        rewards: Changes to `algorithm.rewards` for its episodes.
+        rewards: Reward functions of its episodes, `algorithm.rewards` with changes.
         validation: Its validation set.
         warm_start: Its demonstrations.
     """

@@ -59,8 +59,6 @@ class MixtureSettings:
             place = f"{key}.{name}"
             if not re.fullmatch(r"[\w-]+", str(name)) or name == "reward":
                 yield f"{place}: metrics and folders are named after it; use letters, digits, _ and -, and not reward"
-            if "environments" in own:
-                yield f"{place}: is a mixture itself; list its environments in {key}"
             if "command" in own:
                 yield f"{place}: is an agent program, which a mixture can't play; train it by itself (env=program)"
             if bool(own.get("visual")) != bool(env.get("visual")):
