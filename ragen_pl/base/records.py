@@ -84,6 +84,7 @@ class Record(TypedDict):
     member: NotRequired[int]
     error: NotRequired[str | None]
     initial_state: NotRequired[str | None]
+    environment: NotRequired[str | None]
 
 
 @cache
@@ -242,6 +243,7 @@ def to_record(
         "return": trajectory.reward,
         "difficulty": trajectory.difficulty,
         "error": trajectory.error,
+        "environment": trajectory.environment,
         "turns": turns,
         "final_images": images.names(trajectory.final_images) if images else [],
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -23,7 +25,7 @@ from ragen_pl.callbacks.access import (
     run_title,
 )
 from ragen_pl.data.datamodule import RolloutDataModule
-from ragen_pl.data.validation import HELD_OUT
+from ragen_pl.data.validation import HELD_OUT, ValidationChunk
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
@@ -50,7 +52,8 @@ class LogTrajectories(RolloutCallback):
 
     Args:
         every_n_iterations: Interval in iterations; the first iteration is always kept.
-        count: Approximate number of episodes kept: whole groups, spread evenly over the iteration's.
+        count: Approximate number of episodes kept: whole groups, spread evenly over the iteration's. In a mixture, of
+            each environment, which has a page `page_<environment>.html` of its own too.
         traces: Number of the kept episodes that become MLflow traces.
         keep_last: Number of the newest iterations whose folders stay; None for all.
     """
@@ -68,7 +71,8 @@ class LogTrajectories(RolloutCallback):
     ) -> None:
         self.every_n_iterations, self.count, self.traces = every_n_iterations, count, traces
         self.keep_last = keep_last
-        self._validation: list[Trajectory] = []
+        # by the number of the validation set
+        self._validation: dict[int, list[Trajectory]] = defaultdict(list)
 
     def on_rollout_end(
         self,
@@ -85,7 +89,7 @@ class LogTrajectories(RolloutCallback):
         datamodule = datamodule_of(trainer)
         reader = datamodule.proxy.context if isinstance(datamodule, RolloutDataModule) else None
         credit = _credit(datamodule, pl_module, trajectories)
-        kept = sample_groups([trajectory.group for trajectory in trajectories], count=self.count)
+        kept = _sampled(trajectories, count=self.count)
         records = write_episodes(
             [trajectories[index] for index in kept],
             folder,
@@ -95,8 +99,7 @@ class LogTrajectories(RolloutCallback):
         )
         write_strips([trajectories[index] for index in kept], folder)
         title = f"{run_title(trainer)}/iteration {iteration}"
-        played = outcomes((one.status, bool(one.success)) for one in trajectories)
-        write_page(records, folder / PAGE, title=title, played=played)
+        _write_pages(records, folder, title=title, played=trajectories)
         log_files(trainer, folder, place=name)
         for logger in trainer.loggers:
             if isinstance(logger, KeepsTraces) and self.traces:
@@ -105,7 +108,7 @@ class LogTrajectories(RolloutCallback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget the episodes of another validation."""
-        self._validation = []
+        self._validation.clear()
 
     def on_validation_batch_end(
         self,
@@ -116,16 +119,20 @@ class LogTrajectories(RolloutCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep some episodes of the first validation set, those without success first."""
-        if dataloader_idx or not isinstance(outputs, Mapping) or not trainer.is_global_zero:
+        """Keep some episodes of the first validation set, in a mixture of each; those without success first."""
+        first = dataloader_idx == 0
+        mixed = isinstance(batch, ValidationChunk) and batch.validation_set.environment
+        if not (first or mixed) or not isinstance(outputs, Mapping) or not trainer.is_global_zero:
             return
-        self._validation += outputs.get("trajectories", ())
-        self._validation.sort(key=lambda one: bool(one.success))
-        del self._validation[self.count :]
+        kept = self._validation[dataloader_idx]
+        kept += outputs.get("trajectories", ())
+        kept.sort(key=lambda one: bool(one.success))
+        del kept[self.count :]
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the kept episodes, on rank 0."""
-        played, self._validation = self._validation, []
+        played = [one for kept in self._validation.values() for one in kept]
+        self._validation.clear()
         if not played or trainer.sanity_checking:
             return
         iteration = trainer.fit_loop.epoch_progress.current.ready
@@ -136,7 +143,7 @@ class LogTrajectories(RolloutCallback):
         origin = Origin(iteration=iteration, validation_set=HELD_OUT)
         records = write_episodes(played, folder, reader=reader, origin=origin)
         title = f"{run_title(trainer)}/validation after {iteration} iterations"
-        write_page(records, folder / PAGE, title=title)
+        _write_pages(records, folder, title=title)
         self._remove_others(trainer, folder.parent, _VALIDATION)
 
     def _remove_others(self, trainer: pl.Trainer, folder: Path, prefix: str) -> None:
@@ -164,6 +171,45 @@ def staying(iterations: Collection[int], *, newest: int) -> set[int]:
     # numbers of as many bits are from one power of two to the next
     firsts = {number.bit_length(): number for number in reversed(ordered)}
     return {*firsts.values(), *ordered[:1], *ordered[-newest:]}
+
+
+def _sampled(trajectories: Sequence[Trajectory], *, count: int) -> list[int]:
+    """Return the indices of about `count` episodes of each environment, see `sample_groups`."""
+    indices: dict[str | None, list[int]] = defaultdict(list)
+    for index, one in enumerate(trajectories):
+        indices[one.environment].append(index)
+    return [
+        own[place]
+        for own in indices.values()
+        for place in sample_groups([trajectories[index].group for index in own], count=count)
+    ]
+
+
+def _write_pages(
+    records: Sequence[dict[str, Any]],
+    folder: Path,
+    *,
+    title: str,
+    played: Sequence[Trajectory] = (),
+) -> None:
+    """Write the page of records, and one of each environment of a mixture.
+
+    Args:
+        records: The episodes shown.
+        folder: Their folder.
+        title: Title of the page.
+        played: All episodes, of which they are some; none to count those shown.
+    """
+    names = dict.fromkeys(record["environment"] for record in records)
+    pages = {None: PAGE} | {name: f"page_{name}.html" for name in names if name is not None}
+    for name, file in pages.items():
+        of_all = [one for one in played if name in (None, one.environment)]
+        write_page(
+            [record for record in records if name in (None, record["environment"])],
+            folder / file,
+            title=title if name is None else f"{title}, {name}",
+            played=outcomes((one.status, bool(one.success)) for one in of_all) if played else None,
+        )
 
 
 def _credit(

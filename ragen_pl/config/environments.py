@@ -23,7 +23,8 @@ _OWN = {
 
 def is_mixture(env: DictConfig) -> bool:
     """Return whether the node `env` has several environments."""
-    return "environments" in env
+    # also without a value
+    return "environments" in list(env)
 
 
 def with_environments(cfg: DictConfig, compose: Compose) -> DictConfig:

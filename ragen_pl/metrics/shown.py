@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 VALIDATED = (
     ("success", "success", 3),
     ("return", "return", 3),
@@ -82,6 +84,16 @@ _DRAWN = {
 _PREFIXES = (REWARD_PART, "val/reward/", *(prefix for _, prefix in FAMILIES))
 
 
+# of an environment of a mixture
+_OF_ENVIRONMENT = re.compile(r"(?:val|rollout)/[\w-]+/(?:success|return|episodes)")
+
+
 def is_drawn(name: str) -> bool:
-    """Return whether plots and the live view draw a metric."""
-    return name in _DRAWN or name.startswith(_PREFIXES)
+    """Return whether plots and the live view draw a metric.
+
+    >>> is_drawn("val/lake/success"), is_drawn("val/lake/turns")
+    (True, False)
+    """
+    return (
+        name in _DRAWN or name.startswith(_PREFIXES) or _OF_ENVIRONMENT.fullmatch(name) is not None
+    )

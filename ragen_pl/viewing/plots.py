@@ -52,9 +52,27 @@ def draw_plots(rows: Sequence[Row], folder: Path, *, title: str) -> list[Path]:
     if any("val/success" in row or "rollout/success" in row for row in rows):
         plots["learning_by_iteration.png"] = partial(_learning, rows=rows, by="iteration")
         plots["learning_by_time.png"] = partial(_learning, rows=rows, by="elapsed_s")
+    if names := _environments(rows):
+        plots["success_by_environment.png"] = partial(_by_environment, rows=rows, names=names)
     if any(_is_timed(row) for row in rows):
         plots["time_by_phase.png"] = partial(_phases, rows=rows)
     return [_figure(folder / name, title, draw) for name, draw in plots.items()]
+
+
+def _environments(rows: Sequence[Row]) -> list[str]:
+    """Return the environments of a mixture that have a validation."""
+    parts = [name.split("/") for row in rows for name in row if name.endswith("/success")]
+    return sorted({part[1] for part in parts if len(part) == 3 and part[0] == "val"})
+
+
+def _by_environment(axes: Axes, *, rows: Sequence[Row], names: Sequence[str]) -> None:
+    """Draw success on the validation set of each environment of a mixture, with 95% intervals."""
+    for number, name in enumerate(names):
+        _curve(axes, rows, prefix=f"val/{name}", label=name, color=f"C{number}", by="iteration")
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_ylabel("success (95% interval, Wilson)")
+    axes.set_xlabel("iteration")
+    axes.legend(frameon=False)
 
 
 def _is_timed(row: Row) -> bool:
@@ -84,27 +102,33 @@ def _figure(path: Path, title: str, draw: Callable[[Axes], None]) -> Path:
 
 def _learning(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
     """Draw success of the sampled episodes and on the validation set, with 95% intervals."""
-    divisor = _MINUTE if by == "elapsed_s" else 1.0
     for prefix, label, color in _CURVES:
-        name = f"{prefix}/success"
-        points = [row for row in rows if math.isfinite(row.get(name, math.nan))]
-        if not points:
-            continue
-        x = [row[by] / divisor for row in points]
-        rates = [row[name] for row in points]
-        marker = "o" if len(points) < 60 else ""
-        axes.plot(x, rates, color=color, label=label, marker=marker, markersize=3)
-        intervals = [
-            wilson(row[name], count=row.get(f"{prefix}/episodes") or math.inf) for row in points
-        ]
-        low, high = [one.low for one in intervals], [one.high for one in intervals]
-        axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+        _curve(axes, rows, prefix=prefix, label=label, color=color, by=by)
     _mark_stages(axes, rows=rows, by=by)
     axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel("success (95% interval, Wilson)")
     axes.set_xlabel("iteration" if by == "iteration" else "minutes of reinforcement learning")
     # the best place is searched for among all points
     axes.legend(frameon=False, loc="lower right" if len(rows) > _MANY else "best")
+
+
+def _curve(
+    axes: Axes, rows: Sequence[Row], *, prefix: str, label: str, color: str, by: str
+) -> None:
+    """Draw the success of the metrics with a prefix, where they have one, with its interval."""
+    name, divisor = f"{prefix}/success", _MINUTE if by == "elapsed_s" else 1.0
+    points = [row for row in rows if math.isfinite(row.get(name, math.nan))]
+    if not points:
+        return
+    x = [row[by] / divisor for row in points]
+    rates = [row[name] for row in points]
+    marker = "o" if len(points) < 60 else ""
+    axes.plot(x, rates, color=color, label=label, marker=marker, markersize=3)
+    intervals = [
+        wilson(row[name], count=row.get(f"{prefix}/episodes") or math.inf) for row in points
+    ]
+    low, high = [one.low for one in intervals], [one.high for one in intervals]
+    axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def _mark_stages(axes: Axes, *, rows: Sequence[Row], by: str) -> None:

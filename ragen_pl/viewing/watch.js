@@ -344,9 +344,15 @@ function drawCharts() {
   const columns = new Set(chosen.flatMap((name) => curves.get(name).rows.flatMap(Object.keys)));
   const parts = [...columns].filter((name) => name.startsWith(PART)).sort()
     .map((name) => [`Reward: ${name.slice(PART.length)}`, [[name, "training"], [name.replace("rollout/", "val/"), "validation"]]]);
+  // of a mixture; returns are not in one scale
+  const environments = [...columns].map((name) => /^val\/([\w-]+)\/success$/.exec(name)).filter(Boolean).map((found) => found[1]).sort();
+  const apart = [
+    ["Success by environment", environments.map((name) => [`val/${name}/success`, name]), [0, 1]],
+    ...environments.map((name) => [`Return: ${name}`, [[`rollout/${name}/return`, "training"], [`val/${name}/return`, "validation"]]]),
+  ];
   const families = FAMILIES.map(([title, prefix]) => [title, [...columns].filter((name) => name.startsWith(prefix)).sort().map((name) => [name, name.slice(prefix.length) || "of the policy"])]);
   const extra = columns.has(view.metric) ? [[view.metric, [[view.metric, view.metric]]]] : [];
-  const drawn = [...extra, ...CHARTS, ...parts, ...families].filter(([, lines]) => lines.length).map(([title, lines, fixed]) => chart(title, lines, fixed)).filter(Boolean);
+  const drawn = [...extra, ...apart, ...CHARTS, ...parts, ...families].filter(([, lines]) => lines.length).map(([title, lines, fixed]) => chart(title, lines, fixed)).filter(Boolean);
   const waiting = chosen.length ? "No iteration has ended yet." : "Choose a run in the table.";
   const groups = chosen.length ? groupsOf() : [];
   element("keys").replaceChildren(...(groups.length > 1 ? groups.map(([label, names]) => keyOf(label, colorOf(names[0]))) : []));
