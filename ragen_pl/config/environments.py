@@ -118,14 +118,14 @@ def environment_configs(cfg: DictConfig) -> dict[str, DictConfig]:
 
 
 def _alone(cfg: DictConfig, name: str, own: DictConfig) -> DictConfig:
-    # interpolations are those of the environment's own nodes
-    alone: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    # interpolations stay, and are those of the environment's own nodes
+    alone: Any = OmegaConf.to_container(cfg, resolve=False)
+    given: Any = OmegaConf.to_container(own, resolve=False)
     others = ("file", "share", "curriculum", "rewards", *_OWN)
-    alone.env = {"name": name, **{key: own[key] for key in own if key not in others}}
-    alone.curriculum = own.curriculum
-    alone.rollout.max_response_tokens = own.max_response_tokens
-    alone.algorithm.rewards = own.rewards
+    alone["env"] = {"name": name, **{key: given[key] for key in given if key not in others}}
+    alone["curriculum"] = given["curriculum"]
+    alone["rollout"]["max_response_tokens"] = given["max_response_tokens"]
+    alone["algorithm"]["rewards"] = given["rewards"]
     for node, keys in _OWN.items():
-        for key in keys:
-            alone[node][key] = own[node][key]
-    return alone
+        alone[node] |= {key: given[node][key] for key in keys}
+    return OmegaConf.create(alone)

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import CountOrZero
+from ragen_pl.config.environments import environment_configs, is_mixture
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.paths import config_dir, searched
@@ -149,7 +150,12 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
                 f"ckpt={checkpoint.path}: no run's config.yaml next to it; set paths.run_dir=… of the run, or "
                 "env=… and model=…"
             )
-        _apply_checkpoint(settings, checkpoint, trained, keep_env=env is not None)
+        mixed = is_mixture(OmegaConf.create(trained.get("env", {})))
+        if mixed:
+            trained = _of_mixture(trained, env, ckpt=ckpt)
+        from_run = mixed and trained["env"]["name"] == env
+        keep_env = env is not None and not from_run
+        _apply_checkpoint(settings, checkpoint, trained, keep_env=keep_env)
     if model:
         with_model = _composed([*chosen, f"model={model}"], args=args)
         settings["model"] = _plain(with_model)["model"]
@@ -160,7 +166,7 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         if not is_own_folder(checkpoint.settings_file):
             check_folder(checkpoint.folder, key=f"ckpt={ckpt}", is_model=checkpoint.is_folder)
         if has_run and not is_own(checkpoint.settings_file):
-            _check_foreign(settings, overrides, checkpoint)
+            _check_foreign(settings, overrides, checkpoint, chosen_env=keep_env)
     if has_run and not env:
         references |= references_of_environment(
             settings["env"].get("target"), _folders(overrides, args=args)
@@ -179,16 +185,47 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
     return with_references(settings, references)
 
 
+def _of_mixture(trained: Settings, env: str | None, *, ckpt: str) -> Settings:
+    """Return the settings of a run on a mixture as those of a run on one of its environments, if `env` names one.
+
+    Raises:
+        ConfigError: No environment is chosen.
+    """
+    cfg = OmegaConf.create(trained)
+    names = [*cfg.env.environments]
+    if env is None:
+        raise ConfigError(
+            f"ckpt={ckpt}: was trained on a mixture of {', '.join(names)}; choose one, such as env={names[0]}"
+        )
+    if env not in names:
+        return trained
+    # what refers to other values is checked later
+    alone = OmegaConf.to_container(environment_configs(cfg)[env], resolve=False)
+    assert isinstance(alone, dict)
+    return {str(key): value for key, value in alone.items()}
+
+
 def _check_foreign(
-    settings: Settings, overrides: Mapping[str, Override], checkpoint: Checkpoint
+    settings: Settings,
+    overrides: Mapping[str, Override],
+    checkpoint: Checkpoint,
+    *,
+    chosen_env: bool,
 ) -> None:
     """Check the settings that come from a file of somebody else: those that the command line did not choose.
+
+    Args:
+        settings: The settings.
+        overrides: Those of the command line.
+        checkpoint: The checkpoint.
+        chosen_env: Whether the environment's settings are those of a file that the command line chose.
 
     Raises:
         ConfigError: They name code or an address, or run code of a model.
     """
     parts = {"env": ("env", "validation"), "model": ("model",)}
     chosen = {part for name, of in parts.items() if _value(overrides, name) for part in of}
+    chosen -= set() if chosen_env else {*parts["env"]}
     chosen |= {"source", "paths"}
     taken = {part: values for part, values in settings.items() if part not in chosen}
     if _value(overrides, _ENGINE):
