@@ -92,6 +92,7 @@ def assemble(cfg: DictConfig) -> RunComponents:
             record_states=estimator.needs_states,
             record_potentials=estimator.needs_potentials
             or OmegaConf.select(alone, "algorithm.rewards.shaping") is not None,
+            max_response_tokens=alone.rollout.max_response_tokens,
         )
         for name, alone in of_environments.items()
     }
@@ -109,6 +110,7 @@ def assemble(cfg: DictConfig) -> RunComponents:
             episodes=alone.validation.episodes,
             environment=name if mixed else None,
             keeps_states=alone.validation.held_out and alone.env.get("held_out_fraction") is None,
+            max_response_tokens=alone.rollout.max_response_tokens,
         )
         for name, alone in of_environments.items()
     ]
@@ -436,7 +438,11 @@ def _demonstrations(
 ) -> DemonstrationDataModule:
     """Build the demonstrations in the environment of a config with one."""
     left_out = held_out_states(validation_set) if cfg.validation.held_out else ()
-    environments = build_environments(cfg.env, held_out=frozenset(left_out))
+    environments = build_environments(
+        cfg.env,
+        held_out=frozenset(left_out),
+        max_response_tokens=cfg.rollout.max_response_tokens,
+    )
     return DemonstrationDataModule(
         replace(proxy, environments=environments),
         policy=instantiate(cfg.warm_start.demonstrator),

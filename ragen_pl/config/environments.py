@@ -121,7 +121,7 @@ def _alone(cfg: DictConfig, name: str, own: DictConfig) -> DictConfig:
     # interpolations stay, and are those of the environment's own nodes
     alone: Any = OmegaConf.to_container(cfg, resolve=False)
     given: Any = OmegaConf.to_container(own, resolve=False)
-    others = ("file", "share", "curriculum", "rewards", *_OWN)
+    others = ("file", "share", "max_response_tokens", "curriculum", "rewards", *_OWN)
     alone["env"] = {"name": name, **{key: given[key] for key in given if key not in others}}
     alone["curriculum"] = given["curriculum"]
     alone["rollout"]["max_response_tokens"] = given["max_response_tokens"]

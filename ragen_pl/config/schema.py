@@ -34,7 +34,11 @@ class Component:
     """An object that is built from a node: `_target_` names its class, whose signature describes the other keys."""
 
 
-_MANAGER = Arguments("ragen_pl.environments.manager.EnvironmentManager")
+_MANAGER = Arguments(
+    # that of a run with one environment is in `rollout`
+    "ragen_pl.environments.manager.EnvironmentManager",
+    without=("max_response_tokens",),
+)
 
 
 class OneEnvironment(TypedDict, total=False):
@@ -109,6 +113,7 @@ class MixedEnvironment(OneEnvironment, TypedDict, total=False):
     warm_start: MixedWarmStart
 
 
+_MIXED_MANAGER = Arguments("ragen_pl.environments.manager.EnvironmentManager")
 _MIXED = Arguments("ragen_pl.data.settings.MixtureSettings")
 
 
@@ -119,7 +124,7 @@ class Environment(OneEnvironment, TypedDict, total=False):
         environments: Environments of a mixture by name, in place of a `target` (`env=mixture`).
     """
 
-    environments: dict[str, Annotated[MixedEnvironment, _MANAGER, _MIXED]]
+    environments: dict[str, Annotated[MixedEnvironment, _MIXED_MANAGER, _MIXED]]
 
 
 class Algorithm(TypedDict, total=False):
