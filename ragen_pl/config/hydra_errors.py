@@ -46,13 +46,14 @@ def _unknown_option(match: re.Match[str]) -> str:
             "evaluate and play take endpoint=openai"
         )
     guess = did_you_mean(option, options)
+    own = "; your own class is env=my_module.MyClass, a gymnasium id env=gym env.kwargs.id=…"
     offers = (
         f"{group} is one of {', '.join(options)}"
         if options
         else f"there is no {match['option']}.yaml"
     )
     return (
-        f"{group}={option}: no such option{guess or ';'} {offers}"
+        f"{group}={option}: no such option{guess or ';'} {offers}{own if group == 'env' else ''}"
         if group
         else f"no configuration {option}.yaml"
     )

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
+import gymnasium
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from ragen_pl.config.errors import ConfigError
 
 # of a class; an option of a group has no dots
-_CLASS_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_CLASS_PATH = re.compile(r"[^\W\d]\w*([.:][^\W\d]\w*)+")
 # configurations with an environment by default
 _WITH_DEFAULTS = ("fit", "serve_environment")
 
@@ -21,7 +22,8 @@ _WITH_DEFAULTS = ("fit", "serve_environment")
 def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
     """Return the command line's overrides for Python values.
 
-    A string chooses an option of a group. A mapping sets keys below its own. `env` may be an environment's class.
+    A string chooses an option of a group. A mapping sets keys below its own. `env` may be an environment's class, or a
+    function of a module that makes one.
 
     Args:
         settings: Values by key. A key may have dots, and `+` or `~` before it.
@@ -38,9 +40,10 @@ def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
     choices, values = [], []
     for key, value in _flattened(settings):
         group = key.replace(".", "/")
-        if key == "env" and inspect.isclass(value):
-            choices.append("env=custom")
-            values.append(f"env.target={_literal(key, f'{value.__module__}.{value.__qualname__}')}")
+        if key in ("env", "env.target") and _is_importable(value):
+            path = _literal(key, f"{value.__module__}.{value.__qualname__}")
+            choices += ["env=custom"] if key == "env" else []
+            values.append(f"env.target={path}")
         elif group in groups and value is not None:
             choices.append(f"{group}={_literal(key, value)}")
         else:
@@ -66,14 +69,19 @@ def with_environment(overrides: Sequence[str], *, command: str) -> list[str]:
 
     >>> with_environment(["env=mine.Shop", "seed=1"], command="fit")
     ['env=custom', 'env.target=mine.Shop', 'seed=1']
-    >>> with_environment(["env.target=mine.Shop"], command="fit")
+    >>> with_environment(["env.target=mine:Shop"], command="fit")
     ['env=custom', 'env.target=mine.Shop']
     """
     completed: list[str] = []
     for line in overrides:
         key, _, value = line.partition("=")
         is_class = _CLASS_PATH.fullmatch(value.strip("'\"")) is not None
-        completed += ["env=custom", f"env.target={value}"] if key == "env" and is_class else [line]
+        if key.lstrip("+") in ("env", "env.target") and is_class:
+            completed += ["env=custom"] if key.endswith("env") else []
+            # as entry points write it
+            completed.append(f"env.target={value.replace(':', '.')}")
+        else:
+            completed.append(line)
     keys = {line.partition("=")[0].lstrip("+") for line in completed}
     if command in _WITH_DEFAULTS and "env.target" in keys and not keys & {"env", "experiment"}:
         return ["env=custom", *completed]
@@ -86,6 +94,25 @@ def _flattened(settings: Mapping[str, Any], *, above: str = "") -> Iterator[tupl
             yield from _flattened(value, above=f"{above}{name}.")
         else:
             yield f"{above}{name}", value
+
+
+def _is_importable(value: object) -> bool:
+    """Return whether a value is a class, or a function that a module defines by its name."""
+    return inspect.isclass(value) or (inspect.isfunction(value) and "<" not in value.__qualname__)
+
+
+def _remedy(key: str, value: object) -> str:
+    """Return how to give what a configuration cannot hold."""
+    cls = value if inspect.isclass(value) else type(value)
+    if key != "env":
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        return f"give an object as {{'_target_': '{path}', …}}, with its arguments"
+    arguments = "and its arguments as **{'env.kwargs.NAME': …}"
+    if isinstance(value, gymnasium.Wrapper) and value.spec is not None:
+        return f"give its id, env='gym' and **{{'env.kwargs.id': '{value.spec.id}'}}"
+    if callable(value):
+        return f"give a class, or a function that a module defines by its name, {arguments}"
+    return f"give the class, env={cls.__name__}, {arguments}"
 
 
 def _literal(key: str, value: object) -> str:
@@ -105,13 +132,7 @@ def _literal(key: str, value: object) -> str:
             )
         case Sequence():
             return f"[{', '.join(_literal(key, one) for one in value)}]"
-    cls = value if inspect.isclass(value) else type(value)
-    path = f"{cls.__module__}.{cls.__qualname__}"
-    remedy = (
-        f"give the class, env={cls.__name__}, and its arguments as **{{'env.kwargs.NAME': …}}"
-        if key == "env"
-        else f"give an object as {{'_target_': '{path}', …}}, with its arguments"
-    )
     raise ConfigError(
-        f"{key}: got a value of type {type(value).__name__}; give a number, string, None, list or mapping; {remedy}"
+        f"{key}: got a value of type {type(value).__name__}; give a number, string, None, list or mapping; "
+        f"{_remedy(key, value)}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import gymnasium
@@ -99,7 +100,10 @@ def test_arguments_that_it_does_not_take_are_refused(settings, message) -> None:
 
 
 def test_a_class_path_alone_is_an_environment_of_ones_own() -> None:
-    for settings in ({"env": f"{__name__}.Shop"}, {"env.target": f"{__name__}.Shop"}):
+    for settings in (
+        {"env": f"{__name__}.Shop"}, {"env.target": f"{__name__}.Shop"}, {"env": f"{__name__}:Shop"},
+        {"env.target": f"{__name__}:Shop"}, {"+env": f"{__name__}.Shop"}, {"env": {"target": Shop}},
+    ):  # fmt: skip
         env = composed("fit", settings).env
         assert (env.name, env.target) == ("custom", f"{__name__}.Shop")
     # the settings of a shipped environment stay where it is chosen
@@ -107,9 +111,31 @@ def test_a_class_path_alone_is_an_environment_of_ones_own() -> None:
     assert env.name == "frozenlake"
 
 
+def opened_shop(tickets: int = 1) -> Shop:
+    return Shop(tickets)
+
+
+def test_a_function_of_a_module_makes_an_environment() -> None:
+    env = composed("fit", {"env": opened_shop, "env.kwargs.tickets": 4}).env
+    assert (env.target, env.kwargs) == (f"{__name__}.opened_shop", {"tickets": 4})
+
+
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
+        (
+            {"env": lambda: Shop()},
+            "give a class, or a function that a module defines by its name, and its arguments",
+        ),
+        ({"env": functools.partial(Shop, 2)}, "give a class, or a function that a module"),
+        (
+            {"env": gymnasium.make("CartPole-v1")},
+            r"give its id, env='gym' and \*\*\{'env.kwargs.id': 'CartPole-v1'\}",
+        ),
+        (
+            {"env": "Shop"},
+            "your own class is env=my_module.MyClass, a gymnasium id env=gym env.kwargs.id=",
+        ),
         ({"callbacks.mine": Shop()}, r"give an object as \{'_target_': '.*\.Shop', …\}"),
         ({"optimizer": Path}, r"give an object as \{'_target_': 'pathlib.*Path', …\}"),
         ({"env": Shop()}, r"give the class, env=Shop, .*'env.kwargs.NAME': …"),
