@@ -23,7 +23,7 @@ from ragen_pl.base.records import FILE, checked_types, parse_record, read_lines
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.settings import RecordSettings
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
-from ragen_pl.trajectory import EpisodeStatus, Span
+from ragen_pl.trajectory import MAX_REWARD, EpisodeStatus, Span
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ def _of_record(
                 text=turn["observation"],
                 images=turn["images"],
                 response=turn["response"],
-                reward=float(turn["reward"]),
+                reward=_reward(turn["reward"], inner),
                 valid=turn["valid"],
                 effective=turn["effective"],
                 advances=turn.get("advances", True),
@@ -249,6 +249,14 @@ def _ids(numbers: Sequence[int], place: str) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
+def _reward(value: float, place: str) -> float:
+    if not abs(value) < MAX_REWARD:
+        raise ValueError(
+            f"{place}: has a reward of {value}, expected one between {-MAX_REWARD:g} and {MAX_REWARD:g}"
+        )
+    return float(value)
+
+
 def _of_conversation(
     read: Mapping[str, Any], line: str, *, place: str, folder: Path
 ) -> RecordedEpisode:
@@ -274,7 +282,7 @@ def _of_conversation(
         turns.append(RecordedTurn(text=text, images=shown, response=response))
     if (left := len(list(images))) > 0:
         raise ValueError(f"{place}: {left} of its images belong to no part of a message")
-    turns[-1].reward = float(read.get("return", 0.0))
+    turns[-1].reward = _reward(read.get("return", 0.0), place)
     return RecordedEpisode(
         place=place,
         folder=folder,

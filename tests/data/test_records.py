@@ -355,6 +355,8 @@ def test_changed_records_are_refused(vlm, tmp_path):
         "context.leave_out": set_turn(turns_left_out=[1]),
         "Input should be a valid": set_turn(valid="yes"),
         "has no reward": set_turn(reward=None),
+        "has a reward of nan, expected": set_turn(reward=float("nan")),
+        r"has a reward of -1e\+30, expected": set_turn(reward=-1e30),
     }
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "secret.png")
     for number, (message, change) in enumerate(changes.items()):
@@ -400,6 +402,10 @@ def test_only_plain_files_of_the_folder_are_opened(vlm, tmp_path):
         ('{"messages": [{"role": "user", "content": 3}]}', "messages.0.content"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "found roles"),
         ('{"schema": 1}', "found schema 1"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "return": NaN}',
+            "has a reward of nan, expected one between",
+        ),
         ("[" * 10_000, "expected a record or a conversation"),
     ],
 )
