@@ -27,8 +27,8 @@ def train(*, config_dir: str | PathLike[str] | None = None, **settings: Any) -> 
     Args:
         config_dir: Folder with YAML files of your own.
         settings: Overrides. A string chooses an option of a group (`env="frozenlake"`, `algorithm="grpo"`), `env` may
-            also be an environment's class, or a module's function that makes one. A dict sets the keys below (`trainer={"max_epochs": 20}`); a key with
-            dots is given by `**{"rollout.groups": 32}`.
+            also be an environment's class, or a module's function that makes one. A dict sets the keys below
+            (`trainer={"max_epochs": 20}`); a key with dots is given by `**{"rollout.groups": 32}`.
 
     Returns:
         Its last metrics, its folder and the trained policy.

@@ -351,7 +351,8 @@ class Trajectory:
     """The turns of one episode and how it ended.
 
     Attributes:
-        group: Index of the group in the iteration, the same on any number of ranks.
+        group: Index of the group in the iteration, the same on any number of ranks. In a game of several seats, that
+            of the game's episodes times `seats`, plus the seat.
         member: Index in the group.
         seed: Seed of the environment's reset.
         turns: The turns played.
@@ -370,6 +371,8 @@ class Trajectory:
         final_patches: Patches shown of each of those images; None for all.
         final_potential: Potential of that state, where it is recorded.
         environment: Name of the environment in a mixture; None where there is one environment.
+        seat: The seat whose turns these are.
+        seats: Number of seats of the game; 1 in an environment without several.
     """
 
     group: int
@@ -391,13 +394,21 @@ class Trajectory:
     final_state_key: str | None = None
     final_potential: float | None = None
     environment: str | None = None
+    seat: int = 0
+    seats: int = 1
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # as in `Turn`
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
+        added |= {"seat": 0, "seats": 1}
         added |= dict.fromkeys(("final_roles", "final_state_key", "final_potential", "environment"))
         for name, value in (added | state[1]).items():
             setattr(self, name, value)
+
+    @property
+    def game(self) -> int:
+        """Index of the group of games, which its seats share; `group` where there is one seat."""
+        return self.group // self.seats
 
     @property
     def says_success(self) -> bool | None:

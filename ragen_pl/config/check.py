@@ -375,7 +375,9 @@ def unknown_key(
     if near:
         return f"{message}{near}"
     if owner:
-        return f"{message}; it takes {', '.join(names) or 'none'}; '~{key}' removes what a file sets"
+        return (
+            f"{message}; it takes {', '.join(names) or 'none'}; '~{key}' removes what a file sets"
+        )
     if parent and names:
         return f"{message}; {parent} has {', '.join(sorted(names))}"
     return f"{message}; see --cfg job for all keys"

@@ -246,8 +246,8 @@ class RolloutAhead:
             )
             return
         trajectories = [one for part in parts for one in part.trajectories]
-        own = [one for one in trajectories if one.group % world_size() == rank()]
-        own.sort(key=lambda one: (one.group, one.member))
+        own = [one for one in trajectories if one.game % world_size() == rank()]
+        own.sort(key=lambda one: (one.game, one.member, one.seat))
         first = parts[0]
         self._rollout = PlayedRollout(
             iteration=first.iteration, weights_of=first.weights_of, trajectories=own

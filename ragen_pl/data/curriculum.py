@@ -149,7 +149,7 @@ class Curriculum(TaskChoice):
             one
             for one in trajectories
             if one.status is not EpisodeStatus.FAILED
-            and self.plays_present_stage(one.group % groups, groups=groups, iteration=iteration)
+            and self.plays_present_stage(one.game % groups, groups=groups, iteration=iteration)
         ]
         columns = [
             (1, one.success, one.reward, one.says_success is True, one.says_success is False)
@@ -285,7 +285,7 @@ class TaskSampling(TaskChoice):
             if one.status is not EpisodeStatus.FAILED:
                 silent = one.says_success is False
                 columns = [1.0, float(one.success), float(silent)]
-                sums[tasks[one.group % groups]] += torch.tensor(columns, dtype=torch.float64)
+                sums[tasks[one.game % groups]] += torch.tensor(columns, dtype=torch.float64)
         sums = sum_over_ranks(sums)
         counts, solved, silent_ones = sums.T.tolist()
         if sum(counts) and sum(silent_ones) == sum(counts):

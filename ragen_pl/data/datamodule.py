@@ -25,7 +25,12 @@ from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import TaskChoice
-from ragen_pl.data.failures import UsableEpisodes, too_few, usable_episodes
+from ragen_pl.data.failures import (
+    UsableEpisodes,
+    seats_without_turn,
+    too_few,
+    usable_episodes,
+)
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.mixture import Mixture
@@ -322,7 +327,7 @@ class RolloutDataModule(MinibatchDataModule):
         self._ahead.drop()
 
     def _usable(self, played: Sequence[Trajectory]) -> UsableEpisodes:
-        return usable_episodes(played, self.proxy.failures, group_size=self.settings.group_size)
+        return usable_episodes(played, self.proxy.failures)
 
     def _is_enough(self, usable: UsableEpisodes, iteration: int) -> bool:
         """Return whether enough episodes of a rollout are usable; the same on every rank."""
@@ -352,6 +357,8 @@ class RolloutDataModule(MinibatchDataModule):
             new, self._resent = resent - self._resent, resent
             self.metrics["resent"] = float(sum_over_ranks(torch.tensor(float(new))))
         self.metrics["redraws"] = self.proxy.environments.redrawn
+        if (silent := seats_without_turn(trajectories)) is not None:
+            self.metrics["seats_without_turn"] = silent
 
     def _played_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         statistics = RolloutStatistics()

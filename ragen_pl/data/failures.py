@@ -54,20 +54,21 @@ class UsableEpisodes:
 
 
 def usable_episodes(
-    trajectories: Sequence[Trajectory], settings: FailureSettings, *, group_size: int
+    trajectories: Sequence[Trajectory], settings: FailureSettings
 ) -> UsableEpisodes:
     """Return the episodes of an iteration that can be trained on. All ranks must call it.
 
     Args:
         trajectories: Trajectories of this rank; groups are whole on a rank.
-        settings: Fraction of a group's episodes that it needs.
-        group_size: Number of a group's episodes.
+        settings: Fraction of a group's episodes that it needs. A seat without a turn is no failure, so a group of a
+            game's seat has the episodes in which it had one.
     """
     sound = [one for one in trajectories if one.status is not EpisodeStatus.FAILED]
+    sizes = Counter(one.group for one in trajectories)
     members = Counter(one.group for one in sound)
     # less the noise of a product
-    needed = settings.min_group_fraction * group_size - 1e-9
-    dropped = {one.group for one in trajectories if members[one.group] < max(needed, 1)}
+    needed = {group: settings.min_group_fraction * size - 1e-9 for group, size in sizes.items()}
+    dropped = {group for group in sizes if members[group] < max(needed[group], 1)}
     usable = [one for one in sound if one.group not in dropped]
     counts = [len(trajectories), len(usable), len(trajectories) - len(sound), len(dropped)]
     summed = sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
@@ -75,6 +76,19 @@ def usable_episodes(
     return UsableEpisodes(
         trajectories=usable, played=played, count=count, failed=failed, dropped_groups=groups
     )
+
+
+def seats_without_turn(trajectories: Sequence[Trajectory]) -> float | None:
+    """Return how many seats had no turn before their game ended, None without games. All ranks must call it.
+
+    Args:
+        trajectories: Trajectories of this rank; games are whole on a rank.
+    """
+    games = {(one.game, one.member): one.seats for one in trajectories if one.seats > 1}
+    played = sum(one.seats > 1 for one in trajectories)
+    counts = torch.tensor([len(games), sum(games.values()) - played], dtype=torch.float64)
+    of_all, silent = sum_over_ranks(counts).tolist()
+    return silent if of_all else None
 
 
 def too_few(

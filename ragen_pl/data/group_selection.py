@@ -29,7 +29,7 @@ class GroupSelection:
     metrics: dict[str, float]
     """The same on every rank."""
     groups: int
-    """Number of groups kept over all ranks."""
+    """Number of groups kept over all ranks, of each seat where there are several."""
     episodes: int
     """Number of their episodes."""
     is_dummy: bool = False
@@ -51,16 +51,17 @@ def select_groups(
         trajectories: Trajectories of this rank; groups are whole on a rank.
         group_filter: The filter.
         returns: Return of a trajectory.
-        limit: Maximum number of groups to keep, the first of those that passed.
+        limit: Maximum number of groups to keep, of each seat where there are several; the first of those that passed.
     """
     local = [trajectory for trajectory in trajectories if usable(trajectory)]
     table = gather_over_ranks([(trajectory.group, returns(trajectory)) for trajectory in local])
+    seats = max(gather_over_ranks(max((one.seats for one in local), default=1)))
     owner = {group: number for number, rows in enumerate(table) for group, _ in rows}
     judged = sorted(row for rows in table for row in rows)
     group = torch.tensor([row[0] for row in judged], dtype=torch.int64)
     result = group_filter(torch.tensor([row[1] for row in judged]), group)
     weight = dict(zip(group.tolist(), result.weight.tolist(), strict=True))
-    kept = torch.unique(group[result.keep]).tolist()[:limit]
+    kept = torch.unique(group[result.keep]).tolist()[: None if limit is None else limit * seats]
     metrics = {"kept_share": result.kept_fraction, "kept_deviation": result.deviation}
     if not kept:
         kept = [_widest_group(judged)]
@@ -69,7 +70,7 @@ def select_groups(
     own, is_dummy = _distribute(local, kept, owner, target)
     weights = [weight[trajectory.group] for trajectory in own]
     episodes = sum(number in target for number, _ in judged)
-    return GroupSelection(own, weights, metrics, len(kept), episodes, is_dummy)
+    return GroupSelection(own, weights, metrics, len(kept) // seats, episodes, is_dummy)
 
 
 def _widest_group(judged: list[tuple[int, float]]) -> int:

@@ -40,6 +40,8 @@ class Step:
         action_is_effective: Whether the action changed the state.
         answer: What came of the answer to a program's request.
         info: What came in addition.
+        seat_rewards: Reward of each seat, empty where there is one.
+        seat_success: Whether each seat has solved its task.
     """
 
     raw: object
@@ -52,6 +54,8 @@ class Step:
     action_is_effective: bool
     answer: AnswerOutcome
     info: dict[str, Any]
+    seat_rewards: Sequence[float] = ()
+    seat_success: Sequence[bool] = ()
 
     @property
     def reward_terms(self) -> dict[str, float]:
@@ -85,16 +89,25 @@ class AnswerReader:
             )
         return answer[0]
 
-    def step(self, answer: Any, *, reward_range: tuple[float, float] | None = None) -> Step:
+    def step(
+        self,
+        answer: Any,
+        *,
+        reward_range: tuple[float, float] | None = None,
+        seats: int = 1,
+        mover: int = 0,
+    ) -> Step:
         """Read the return value of a step.
 
         Args:
             answer: The five values.
             reward_range: Lowest and highest reward, where the environment declares them.
+            seats: Number of seats.
+            mover: Seat that has moved, whose reward and success the step returns.
 
         Raises:
             TypeError: A value has another type.
-            ValueError: The reward is not finite, outside its range or not the sum of its parts.
+            ValueError: The reward is not finite, outside its range, not the sum of its parts or not that of its seat.
         """
         if not (isinstance(answer, tuple) and len(answer) == 5 and isinstance(answer[4], dict)):
             raise TypeError(
@@ -108,6 +121,11 @@ class AnswerReader:
             del info[AnswerOutcome.KEY]
         else:
             outcome = AnswerOutcome()
+        seat_rewards, seat_success = (
+            self._of_seats(info, reward, mover=mover, seats=seats, reward_range=reward_range)
+            if seats > 1
+            else ([], [])
+        )
         return Step(
             raw=raw,
             reward=reward,
@@ -123,7 +141,43 @@ class AnswerReader:
             ),
             answer=outcome,
             info=info,
+            seat_rewards=seat_rewards,
+            seat_success=seat_success,
         )
+
+    def _of_seats(
+        self,
+        info: Mapping[str, Any],
+        reward: float,
+        *,
+        mover: int,
+        seats: int,
+        reward_range: tuple[float, float] | None,
+    ) -> tuple[list[float], list[bool]]:
+        """Return the reward of each seat and whether it has solved its task."""
+        given = {name: info.get(name) for name in ("seat_rewards", "seat_success")}
+        for name, values in given.items():
+            listed = isinstance(values, Sequence | np.ndarray) and not isinstance(values, str)
+            if values is None or not listed or len(values) != seats:
+                raise TypeError(
+                    f"{self.target} returned info[{name!r}]={shortened(values)}; expected one value for each of its "
+                    f"seats={seats}"
+                )
+        if info.get("reward_parts") is not None:
+            raise ValueError(
+                f"{self.target} returned info['reward_parts'] with seats={seats}; a seat has one reward, leave them "
+                "out"
+            )
+        rewards = [self._reward(value, reward_range) for value in given["seat_rewards"] or ()]
+        if rewards[mover] != reward:
+            raise ValueError(
+                f"{self.target} returned reward {reward:g} and info['seat_rewards'][{mover}]={rewards[mover]:g} for "
+                "the seat that moved; expected the same"
+            )
+        success = [
+            self._flag(value, "info['seat_success']") for value in given["seat_success"] or ()
+        ]
+        return rewards, success
 
     def observation(self, raw: object) -> Observation:
         """Read an observation.

@@ -361,6 +361,8 @@ class _Check:
 
     def _warn_of_garbage(self) -> None:
         """Warn where responses without a valid action earn more than random play."""
+        # an action is drawn in a state that has one, not at the end of an episode
+        self._reset()
         if self._random_action(np.random.default_rng(_SEED)) is None:
             return
         returns, steps = list[float](), 0
@@ -372,7 +374,7 @@ class _Check:
                 break
         honest, turns = float(np.mean(returns)), self.manager.max_turns
         turns = 1 if self.manager.invalid_ends else turns
-        garbage = -self.manager.penalty(EnvironmentMembers(self.env)) * turns
+        garbage = self._forfeited() - self.manager.penalty(EnvironmentMembers(self.env)) * turns
         if garbage > honest:
             log.warning(
                 "%s: responses without a valid action earn %.3g an episode, more than the %.3g of random play; an "
@@ -382,6 +384,16 @@ class _Check:
                 honest,
                 1.1 * -honest / turns,
             )
+
+    def _forfeited(self) -> float:
+        """Return the environment's reward of an episode that a first response without a valid action ends."""
+        slot = self._reset()
+        if not self.manager.invalid_ends or not slot.members.forfeits:
+            return 0.0
+        forfeit = partial(slot.members.forfeit, slot.seat)
+        answer = self.calls.call(f"forfeit({slot.seat})", forfeit)
+        step = self.calls.call("", partial(self.manager.reader.take, slot, answer))
+        return sum(step.reward_terms.values())
 
 
 def _scripted_policies(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:

@@ -21,7 +21,7 @@ from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, NonNegative
 from ragen_pl.base.prompt_formats import PromptFormat, format_instructions
 from ragen_pl.base.seeding import derive_seed
-from ragen_pl.environments.answers import AnswerReader
+from ragen_pl.environments.answers import AnswerReader, Step
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, SlotReader, TurnResult
@@ -48,12 +48,14 @@ class EnvironmentManager:
     Args:
         target: gymnasium id (`ragen/FrozenLake-v0`) or class path (`my_package.my_module.MyEnv`).
         kwargs: Arguments of the environment.
-        max_turns: Turns of an episode; the limit belongs to the task (`EpisodeStatus.TURN_LIMIT`).
+        max_turns: Turns of an episode, of each seat in a game of several; the limit belongs to the task
+            (`EpisodeStatus.TURN_LIMIT`).
         max_actions_per_turn: Number of actions carried out of one response.
         format_penalty: Amount taken from a turn whose response has no valid action; `auto` for the one that the
             environment declares, or 0.05.
-        invalid_ends: Whether such a response ends the episode; otherwise the state stays as it is. Where well-formed
-            tool calls beside a malformed one are carried out, the episode goes on.
+        invalid_ends: Whether such a response ends the episode, by the environment's `forfeit(seat)` where it has one;
+            otherwise the state stays as it is. Where well-formed tool calls beside a malformed one are carried out, the
+            episode goes on.
         turn_limit_bootstraps: Whether the turn limit truncates an episode (`EpisodeStatus.TRUNCATED`).
         prompt_format: Required form of responses.
         timeout_s: Longest time of one reset or one turn in seconds; None for no limit. The creation of an environment
@@ -322,14 +324,14 @@ class EnvironmentManager:
         if slot.awaits_answer:
             return self._answer(slot, response)
         slot.turn += 1
-        result, relations = TurnResult(), slot.relations
+        result, relations, seat = TurnResult(), slot.relations, slot.seat
         if not response.actions and response.problem is not None:
             slot.observation = Observation(text=f"error: {response.problem}")
         shown: list[Observation] = []
         for action in response.actions:
             self._act(slot, action, result)
             shown += [] if result.observation is None else [result.observation]
-            if result.status is not None or not result.valid:
+            if result.status is not None or not result.valid or slot.seat != seat:
                 break
         if response.calls:
             result.observation = slot.observation = _tool_results(shown, calls=len(response.calls))
@@ -341,7 +343,7 @@ class EnvironmentManager:
                 {"before": relations, "after": slot.relations or []},
                 names=slot.members.relation_names,
             )
-        if result.status is None and slot.turn >= self.max_turns:
+        if result.status is None and slot.turn >= self.max_turns * slot.seats:
             result.status = (
                 EpisodeStatus.TRUNCATED if self.turn_limit_bootstraps else EpisodeStatus.TURN_LIMIT
             )
@@ -371,6 +373,8 @@ class EnvironmentManager:
         result.reward_terms["format"] = -self.penalty(slot.members)
         result.observation = slot.observation
         if ends and self.invalid_ends and result.status is None:
+            if slot.members.forfeits:
+                _add_step(result, self.reader.take(slot, slot.members.forfeit(slot.seat)))
             result.status = EpisodeStatus.TERMINATED
 
     def _act(self, slot: EnvironmentSlot, action: int | str, result: TurnResult) -> None:
@@ -380,17 +384,25 @@ class EnvironmentManager:
             self._refuse(slot, result)
             return
         step = self.reader.take(slot, slot.env.step(action))
-        terms = result.reward_terms
-        for name, value in step.reward_terms.items():
-            terms[name] = terms.get(name, 0.0) + value
+        _add_step(result, step)
         result.actions.append(slot.action_text(action))
         result.effective |= step.action_is_effective
-        result.success, result.info, result.answer = step.success, step.info, step.answer
+        result.answer = step.answer
         result.observation = slot.observation
         if step.terminated or step.truncated:
             result.status = EpisodeStatus.TERMINATED if step.terminated else EpisodeStatus.TRUNCATED
         if not step.action_is_valid:
             self._refuse(slot, result)
+
+
+def _add_step(result: TurnResult, step: Step) -> None:
+    """Add the rewards of a step to those of the turn; its success and info replace those before."""
+    for name, value in step.reward_terms.items():
+        result.reward_terms[name] = result.reward_terms.get(name, 0.0) + value
+    before = result.seat_rewards or [0.0] * len(step.seat_rewards)
+    result.seat_rewards = [old + new for old, new in zip(before, step.seat_rewards, strict=True)]
+    result.seat_success = [*step.seat_success]
+    result.success, result.info = step.success, step.info
 
 
 def _tool_results(shown: Sequence[Observation], *, calls: int) -> Observation:

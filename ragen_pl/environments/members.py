@@ -104,6 +104,41 @@ class EnvironmentMembers:
             f"found format_penalty={shortened(declared)}, expected a number, at least 0"
         )
 
+    @property
+    def seats(self) -> int:
+        """Number of seats that the policy plays, each with a conversation of its own; 1 where it has none."""
+        declared = getattr(self._environment, "seats", 1)
+        if isinstance(declared, int | np.integer) and declared >= 1:
+            return int(declared)
+        raise TypeError(f"found seats={shortened(declared)}, expected a number, at least 1")
+
+    def to_move(self) -> int:
+        """Return the seat that is to move, or moved last at the end of a game."""
+        seat, seats = self._call("to_move", (int, np.integer)), self.seats
+        if seat is None or not 0 <= seat < seats:
+            raise TypeError(
+                f"to_move() returned {shortened(seat)}, expected a seat from 0 to {seats - 1}"
+            )
+        return int(seat)
+
+    def observe(self, seat: int) -> object:
+        """Return the observation of a seat, not read yet."""
+        seen = self._call("observe", object, seat)
+        if seen is None:
+            raise TypeError(
+                f"it has seats={self.seats} and no observe(seat); write one that returns what a seat sees"
+            )
+        return seen
+
+    @property
+    def forfeits(self) -> bool:
+        """Whether it has a `forfeit`."""
+        return hasattr(self._environment, "forfeit")
+
+    def forfeit(self, seat: int) -> object:
+        """End the episode as lost for a seat, and return what a step returns."""
+        return self._environment.forfeit(seat)
+
     def state_key(self) -> str | None:
         """Return text that two states share exactly when they are equal."""
         return self._call("state_key", str)

@@ -61,6 +61,8 @@ class TurnResult:
         info: What the last step returned in addition to the observation.
         error: The environment's error.
         answer: What came of the answer to a program's request.
+        seat_rewards: Reward of each seat, empty where there is one.
+        seat_success: Whether each seat has solved its task, empty where there is one.
     """
 
     observation: Observation | None = None
@@ -74,6 +76,8 @@ class TurnResult:
     info: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     answer: AnswerOutcome = field(default_factory=AnswerOutcome)
+    seat_rewards: list[float] = field(default_factory=list)
+    seat_success: list[bool] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,7 +96,10 @@ class EnvironmentSlot:
         relations: Positions of things, in formats that ask for statements.
         reward_range: Lowest and highest reward of a step, where they are declared.
         difficulty: Difficulty of the initial state.
-        turn: Number of turns played.
+        turn: Number of turns played, those of all seats.
+        seats: Number of seats, each with a conversation of its own.
+        seat: The seat that is to move.
+        seat_observations: What each seat sees, where there are several.
         error: The environment's error; a slot with an error is not used again.
         cause: What that error is blamed on.
         hangs: Whether that was the time limit.
@@ -110,6 +117,9 @@ class EnvironmentSlot:
     reward_range: tuple[float, float] | None = None
     difficulty: int | None = None
     turn: int = 0
+    seats: int = 1
+    seat: int = 0
+    seat_observations: list[Observation] = field(default_factory=list)
     error: str | None = None
     cause: FailureCause | None = None
     hangs: bool = False
@@ -161,17 +171,26 @@ class SlotReader:
         raw, members = self.answers.reset(answer), slot.members
         slot.reward_range = members.reward_range
         slot.difficulty = members.difficulty()
+        slot.seats = members.seats
         self._observe(slot, raw)
 
     def take(self, slot: EnvironmentSlot, answer: object) -> Step:
         """Read the answer of a step into a slot, and return it."""
-        step = self.answers.step(answer, reward_range=slot.reward_range)
+        step = self.answers.step(
+            answer, reward_range=slot.reward_range, seats=slot.seats, mover=slot.seat
+        )
         self._observe(slot, step.raw)
         return step
 
     def _observe(self, slot: EnvironmentSlot, raw: object) -> None:
         members = slot.members
         slot.observation = self.answers.observation(raw)
+        if slot.seats > 1:
+            slot.seat = members.to_move()
+            slot.seat_observations = [
+                self.answers.observation(members.observe(seat)) for seat in range(slot.seats)
+            ]
+            slot.observation = slot.seat_observations[slot.seat]
         slot.action_names = members.action_names
         slot.state_description = members.describe()
         if self.states:

@@ -21,7 +21,7 @@ from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
 from ragen_pl.rollout.responders import ForwardingResponder, Response
 from ragen_pl.rollout.settings import FailureSettings
-from ragen_pl.rollout.turns import Episode
+from ragen_pl.rollout.turns import Episode, played_trajectories
 from ragen_pl.trajectory import EpisodeStatus, FailureCause, Trajectory
 
 log = logging.getLogger(__name__)
@@ -67,12 +67,12 @@ class Attempt:
     responses: list[RecordedResponse | None] = field(default_factory=list)
     replayed: int = 0
 
-    def next(self, trajectory: Trajectory) -> Attempt:
-        """Return the attempt that follows this one, which has failed."""
+    def next(self, turns: int) -> Attempt:
+        """Return the attempt that follows this one, which has failed after so many turns."""
         return Attempt(
             number=self.number,
             spec=self.spec,
-            failed_after=(*self.failed_after, len(trajectory.turns)),
+            failed_after=(*self.failed_after, turns),
             recorded_responses=[
                 *self.responses,
                 *self.recorded_responses[len(self.responses) :],
@@ -102,7 +102,7 @@ class Attempts:
             Attempt(number=number, spec=spec, recorded_responses=[*responses])
             for number, (spec, responses) in enumerate(zip(specs, of_episodes, strict=True))
         )
-        self._ended: dict[int, Trajectory] = {}
+        self._ended: dict[int, list[Trajectory]] = {}
         self._pauses = 0
 
     @property
@@ -113,7 +113,7 @@ class Attempts:
     @property
     def trajectories(self) -> list[Trajectory]:
         """The trajectories in the order of the specs, once all episodes have ended."""
-        return [self._ended[number] for number in range(len(self._ended))]
+        return [one for number in range(len(self._ended)) for one in self._ended[number]]
 
     def batches(self, size: int) -> Iterator[list[Attempt]]:
         """Yield attempts until all episodes have ended, at most `size` at once; `end` has to follow each time."""
@@ -126,17 +126,20 @@ class Attempts:
         """Note how attempts have ended. Episodes that may have another one wait for it, behind the others."""
         broken = 0
         for attempt, episode in zip(attempts, episodes, strict=True):
-            trajectory = episode.trajectory
-            trajectory.cause = episode.slot.cause
-            fails = trajectory.status is EpisodeStatus.FAILED
-            broken += fails and trajectory.cause is FailureCause.INFRASTRUCTURE
+            cause = episode.slot.cause
+            fails = episode.trajectory.status is EpisodeStatus.FAILED
+            broken += fails and cause is FailureCause.INFRASTRUCTURE
             made = 1 + len(attempt.failed_after)
-            if fails and made < self._settings.attempts_after(trajectory.cause):
-                self._waiting.append(attempt.next(trajectory))
+            if fails and made < self._settings.attempts_after(cause):
+                self._waiting.append(attempt.next(episode.turns_played))
                 continue
-            trajectory.failed_after = attempt.failed_after
-            trajectory.replayed_turns = attempt.replayed
-            self._ended[attempt.number] = trajectory
+            trajectories = played_trajectories(episode)
+            for trajectory in trajectories:
+                trajectory.cause = cause
+            # of all seats; noted once
+            trajectories[0].failed_after = attempt.failed_after
+            trajectories[0].replayed_turns = attempt.replayed
+            self._ended[attempt.number] = trajectories
         # what they all need may be on its way back
         self._pauses = self._pauses + 1 if broken == len(attempts) else 0
 
@@ -181,7 +184,7 @@ class ReplayingResponder(ForwardingResponder):
         """Give recorded responses to the present turns again, and ask for the others."""
         unknown = []
         for episode in episodes:
-            attempt, turn = self.attempts[episode.number], len(episode.trajectory.turns)
+            attempt, turn = self.attempts[episode.number], episode.turns_played
             earlier = attempt.recorded_responses
             recorded = earlier[turn] if turn < len(earlier) else None
             if recorded is not None and recorded.answers(episode.prompt):

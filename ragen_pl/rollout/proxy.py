@@ -33,9 +33,11 @@ from ragen_pl.rollout.turns import (
     Episode,
     PendingTurn,
     PresentTurn,
+    Seat,
     TurnSettings,
     end_episode,
     new_trajectory,
+    pay_seats,
     sampled,
 )
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
@@ -95,6 +97,9 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     ) -> list[Trajectory]:
         """Play episodes and return their trajectories, in the order of the specs.
 
+        A game of several seats gives one trajectory for each seat that has had a turn, in their order. Their group
+        is that of the spec times the number of seats, plus the seat.
+
         An episode that fails is played again in another environment, see `FailureSettings`.
 
         Args:
@@ -134,14 +139,20 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         self, slots: Sequence[EnvironmentSlot], responder: Responder, seed_key: Sequence[int | str]
     ) -> list[Episode]:
         episodes, truncation = [], self.truncation
+        _agree_on_seats(slots)
         for number, slot in enumerate(slots):
             manager = self.environments.of(slot)
-            conversation = self.context.start(manager.instructions(slot), tools=manager.tools(slot))
+            instructions, tools = manager.instructions(slot), manager.tools(slot)
+            conversations = [
+                self.context.start(instructions, tools=tools) for _ in range(slot.seats)
+            ]
             episode = Episode(
                 number=number,
                 slot=slot,
-                conversation=conversation,
-                trajectory=new_trajectory(slot, conversation),
+                seats=[
+                    Seat(conversation=one, trajectory=new_trajectory(slot, one, seat=seat))
+                    for seat, one in enumerate(conversations)
+                ],
                 turn=ActionTurn(),
                 prompt_format=manager.prompt_format,
                 max_response_tokens=self.response_limit(manager),
@@ -157,13 +168,13 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
 
     def _observe(self, episode: Episode) -> None:
         """Begin the next turn, or end the episode where no room is left for a response."""
+        episode.seat, episode.turn = episode.slot.seat, self._present_turn(episode.slot)
         manager = self.environments.of(episode.slot)
         settings = TurnSettings(
             max_turns=manager.max_turns,
             max_response_tokens=self.response_limit(manager),
             temperature=self._temperature(episode),
         )
-        episode.turn = self._present_turn(episode.slot)
         if not episode.turn.begin(episode, self.context, settings):
             self._end(episode, EpisodeStatus.TRUNCATED)
 
@@ -180,7 +191,8 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         )
 
     def _end(self, episode: Episode, status: EpisodeStatus) -> None:
-        end_episode(episode, status, max_tokens=self.context.max_tokens)
+        max_turns = self.environments.of(episode.slot).max_turns
+        end_episode(episode, status, context=self.context, max_turns=max_turns)
 
     def _temperature(self, episode: Episode) -> float:
         """Return the temperature of the present turn; log-probs of greedy and written responses are at 1."""
@@ -329,6 +341,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         episode, trajectory = pending.episode, pending.episode.trajectory
         is_turn = episode.turn.record(pending, result, self.context)
         trajectory.success = bool(result.success)
+        pay_seats(episode, result)
         if result.error is not None:
             trajectory.error = result.error
         # a truncated episode keeps the prompt of its last state, to bootstrap from
@@ -337,3 +350,18 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         if result.status is not None and not episode.done:
             self._end(episode, result.status)
         return is_turn
+
+
+def _agree_on_seats(slots: Sequence[EnvironmentSlot]) -> None:
+    """Give slots whose reset failed the number of seats of the others.
+
+    Raises:
+        RolloutError: They differ, so that the groups of some would have the numbers of others.
+    """
+    found = sorted({slot.seats for slot in slots if slot.error is None})
+    if len(found) > 1:
+        raise RolloutError(
+            f"environments of one rollout have {' and '.join(map(str, found))} seats; give all of them as many"
+        )
+    for slot in slots:
+        slot.seats = found[0] if found else slot.seats

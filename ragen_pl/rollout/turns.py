@@ -22,11 +22,26 @@ from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import NO_IDS, Context, Conversation
 from ragen_pl.prompts.parsing import ParsedResponse, label_tokens
 from ragen_pl.rollout.chat_messages import Message, conversation_messages
-from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn, TurnKind
+from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn, TurnKind, add_terms
 
 
 def _empty_prompt() -> Prompt:
     return Prompt(ids=NO_IDS, unexpanded_ids=NO_IDS)
+
+
+@dataclass(kw_only=True, slots=True)
+class Seat:
+    """What belongs to one seat of an episode under way; an environment without several has one.
+
+    Attributes:
+        conversation: Context of the seat.
+        trajectory: Turns of the seat.
+        owed: Reward that came before its first turn.
+    """
+
+    conversation: Conversation
+    trajectory: Trajectory
+    owed: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,8 +51,8 @@ class Episode:
     Attributes:
         number: Index among the episodes played at once; engines use it as the session.
         slot: The running environment.
-        conversation: Context of the episode.
-        trajectory: Turns played so far.
+        seats: The seats that the policy plays.
+        seat: The seat whose turn it is.
         turn: The present turn.
         prompt_format: Required form of a response.
         max_response_tokens: Longest response of the present turn.
@@ -51,8 +66,7 @@ class Episode:
 
     number: int
     slot: EnvironmentSlot
-    conversation: Conversation
-    trajectory: Trajectory
+    seats: list[Seat]
     turn: PresentTurn
     prompt_format: PromptFormat
     max_response_tokens: int
@@ -61,12 +75,29 @@ class Episode:
     prompt: Prompt = field(default_factory=_empty_prompt)
     temperature: float = 1.0
     truncation: Truncation | None = None
+    seat: int = 0
     done: bool = False
+
+    @property
+    def conversation(self) -> Conversation:
+        """Context of the seat whose turn it is."""
+        return self.seats[self.seat].conversation
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Turns of the seat whose turn it is."""
+        return self.seats[self.seat].trajectory
+
+    @property
+    def turns_played(self) -> int:
+        """Number of turns of all seats."""
+        return sum(len(seat.trajectory.turns) for seat in self.seats)
 
     @property
     def seed(self) -> int:
         """Seed of all random draws of the present turn."""
-        return derive_seed(*self.seed_key, self.slot.turn, *self.turn.purpose)
+        seat = ("seat", self.seat) if len(self.seats) > 1 else ()
+        return derive_seed(*self.seed_key, *seat, self.slot.turn, *self.turn.purpose)
 
     def fits(self, context: Context) -> bool:
         """Return whether the prompt and the longest response of the present turn fit into the context."""
@@ -182,10 +213,17 @@ def sampled(response: Generation | str, context: Context) -> Generation:
     )
 
 
-def new_trajectory(slot: EnvironmentSlot, conversation: Conversation) -> Trajectory:
-    """Return the trajectory of an episode that begins."""
+def new_trajectory(
+    slot: EnvironmentSlot, conversation: Conversation, *, seat: int = 0
+) -> Trajectory:
+    """Return the trajectory of a seat of an episode that begins.
+
+    Seats are groups of their own, so that a baseline compares an episode with others of its seat.
+    """
     return Trajectory(
-        group=slot.spec.group,
+        group=slot.seats * slot.spec.group + seat,
+        seat=seat,
+        seats=slot.seats,
         member=slot.spec.member,
         seed=slot.spec.seed,
         turns=[],
@@ -253,20 +291,59 @@ def _charged(terms: Mapping[str, float], *, trained: bool) -> dict[str, float]:
     return {name: value for name, value in terms.items() if trained or name != "format"}
 
 
-def end_episode(episode: Episode, status: EpisodeStatus, *, max_tokens: int) -> None:
-    """End an episode in its present state; a truncated one keeps its last prompt that fits, to bootstrap from.
+def pay_seats(episode: Episode, result: TurnResult) -> None:
+    """Add what a turn brought the other seats to their last turns; one without a turn is owed it for its first.
+
+    The turn has been added to the trajectory of its own seat.
+    """
+    own = episode.seats[episode.seat]
+    if own.owed and own.trajectory.turns:
+        add_terms(own.trajectory.turns[-1], {"environment": own.owed})
+        own.owed = 0.0
+    brought = zip(episode.seats, result.seat_rewards, result.seat_success, strict=False)
+    for seat, amount, success in brought:
+        turns = seat.trajectory.turns
+        if seat is own:
+            continue
+        seat.trajectory.success = success
+        if not turns:
+            seat.owed += amount
+            continue
+        turns[-1].success = success
+        if amount:
+            add_terms(turns[-1], {"environment": amount})
+
+
+def end_episode(
+    episode: Episode, status: EpisodeStatus, *, context: Context, max_turns: int
+) -> None:
+    """End an episode in its present state; a truncated one keeps its last prompts that fit, to bootstrap from.
 
     Args:
         episode: The episode.
         status: How it ended.
-        max_tokens: Length of the context.
+        context: Makes the prompts of seats whose turn it is not.
+        max_turns: Largest number of turns.
     """
     episode.done = True
-    trajectory, prompt = episode.trajectory, episode.prompt
-    trajectory.status, trajectory.final_state_key = status, episode.slot.state_key
-    trajectory.final_potential = episode.slot.potential
-    if status is not EpisodeStatus.TRUNCATED:
-        return
+    slot, error = episode.slot, episode.trajectory.error
+    for number, seat in enumerate(episode.seats):
+        trajectory, prompt = seat.trajectory, episode.prompt
+        trajectory.status, trajectory.final_state_key = status, slot.state_key
+        trajectory.final_potential = slot.potential
+        trajectory.error = error
+        if status is not EpisodeStatus.TRUNCATED:
+            continue
+        if number != episode.seat:
+            if not trajectory.turns:
+                continue
+            prompt = context.observe(
+                seat.conversation, slot.seat_observations[number], max_turns=max_turns
+            )
+        _keep_final_prompt(trajectory, prompt, max_tokens=context.max_tokens)
+
+
+def _keep_final_prompt(trajectory: Trajectory, prompt: Prompt, *, max_tokens: int) -> None:
     if len(prompt.ids) <= max_tokens:
         trajectory.final_prompt_ids, trajectory.final_images = prompt.ids, prompt.images
         trajectory.final_patches, trajectory.final_roles = prompt.patches, prompt.roles
@@ -275,3 +352,14 @@ def end_episode(episode: Episode, status: EpisodeStatus, *, max_tokens: int) -> 
         last = trajectory.turns[-1]
         trajectory.final_prompt_ids, trajectory.final_images = last.prompt_ids, last.prompt_images
         trajectory.final_patches, trajectory.final_potential = last.prompt_patches, last.potential
+
+
+def played_trajectories(episode: Episode) -> list[Trajectory]:
+    """Return the trajectories of an episode that has ended: one for each seat.
+
+    A seat of a game that ended before its first turn has none. The lost reward is not that of anything it did.
+    """
+    trajectories = [seat.trajectory for seat in episode.seats]
+    if len(trajectories) == 1 or trajectories[0].status is EpisodeStatus.FAILED:
+        return trajectories
+    return [trajectory for trajectory in trajectories if trajectory.turns]

@@ -1,0 +1,267 @@
+"""Games of several seats in the turn loop: one trajectory for each seat, groups, rewards, seeds and attempts."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+import torch
+from support.episodes.rollout_fixtures import TextEngine
+from support.episodes.small_lakes import Module
+
+from envs.kuhn_poker import KuhnPoker
+from envs.policies import OptimalPolicy, RandomPolicy
+from envs.trivial_policies import Constant, NoAnswer
+from ragen_pl.algorithms.advantages.group import LeaveOneOut
+from ragen_pl.data.batch import CreditLayout
+from ragen_pl.data.collate import collate
+from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.data.settings import IterationSettings
+from ragen_pl.engines.errors import RolloutError
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.modules.credit import assign_credit
+from ragen_pl.modules.masking import Masks, compute_token_masks
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.conversation import TextContext
+from ragen_pl.rollout import attempts as attempts_module
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.responders import EngineResponder
+from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.rollout.settings import FailureSettings
+from ragen_pl.trajectory import EpisodeStatus
+
+TIC_TAC_TOE, KUHN = "ragen_pl.envs.tic_tac_toe.TicTacToe", "ragen_pl.envs.kuhn_poker.KuhnPoker"
+SPECS = [EpisodeSpec(group=n // 3, member=n % 3, seed=n // 3) for n in range(12)]
+
+
+def proxy_of(target, *, context=None, max_turns=5, num_envs=512, failures=None, **settings):
+    return AgentProxy(
+        environments=EnvironmentManager(target=target, max_turns=max_turns, **settings),
+        context=context or TextContext(),
+        max_response_tokens=sys.maxsize if context is None else 32,
+        num_envs=num_envs,
+        failures=failures or FailureSettings(),
+    )
+
+
+def play(target, policy, **settings):
+    proxy = proxy_of(target, **settings)
+    return proxy.rollout(ScriptedResponder(policy=policy), SPECS, seed_key=(0, "player"))
+
+
+def environment_reward(trajectory):
+    return sum(turn.reward_terms.get("environment", 0.0) for turn in trajectory.turns)
+
+
+@pytest.mark.parametrize("target", [TIC_TAC_TOE, KUHN])
+def test_a_game_gives_a_trajectory_for_each_seat(target):
+    played = play(target, RandomPolicy())
+    assert [(one.group, one.member, one.seat) for one in played] == [
+        (2 * spec.group + seat, spec.member, seat) for spec in SPECS for seat in (0, 1)
+    ]
+    for first, second in zip(played[::2], played[1::2], strict=True):
+        assert environment_reward(first) + environment_reward(second) == 0.0
+        assert {first.status, second.status} == {EpisodeStatus.TERMINATED}
+        assert 0 <= len(first.turns) - len(second.turns) <= 1
+        assert (first.reward > 0, second.reward > 0) == (first.success, second.success)
+        # the reward is in the last turn, the other seat's too
+        for one in (first, second):
+            assert [turn.reward for turn in one.turns[:-1]] == [0.0] * (len(one.turns) - 1)
+    assert any(one.reward for one in played)
+
+
+def test_a_seat_sees_its_own_observations_only():
+    for one in play(KUHN, RandomPolicy()):
+        name = ("first", "second")[one.seat]
+        assert all(turn.observation.text.startswith(f"you {name} with") for turn in one.turns)
+
+
+def test_an_illegal_move_loses_or_is_asked_again():
+    lost = play(TIC_TAC_TOE, Constant(action=0))
+    first, second = lost[0], lost[1]
+    assert (first.success, environment_reward(first)) == (True, 1.0)
+    assert second.turns[-1].reward_terms == {"environment": -1.0, "format": -0.05}
+    asked = play(TIC_TAC_TOE, Constant(action=0), invalid_ends=False)
+    # o answers the same cell until the limit of both seats ends the game, for whom nobody wins
+    assert [len(one.turns) for one in asked[:2]] == [1, 9]
+    assert {one.status for one in asked} == {EpisodeStatus.TURN_LIMIT}
+    assert {environment_reward(one) for one in asked} == {0.0}
+
+
+def test_a_seat_without_a_turn_has_no_trajectory_and_is_counted(lm):
+    played = play(TIC_TAC_TOE, NoAnswer())
+    assert [one.seat for one in played] == [0] * len(SPECS)
+    context = ContextManager(lm)
+    data = RolloutDataModule(
+        proxy_of(TIC_TAC_TOE, context=context), iteration=IterationSettings(groups=2, group_size=3)
+    )
+    # the untrained model ends hardly a response in time
+    trajectories = data.collect(0, Module(lm))
+    silent = 12 - len(trajectories)
+    assert silent > 0 and data.metrics["seats_without_turn"] == silent
+    assert data.metrics["failed"] == 0.0 and data.metrics["dropped_groups"] == 0.0
+
+
+class Paid(KuhnPoker):
+    """Pays the second seat before its first turn, and both at each further move."""
+
+    def step(self, action):
+        seen, _, ended, truncated, info = super().step(action)
+        mover = 0 if self.steps % 2 else 1
+        info["seat_rewards"] = [
+            one + 10.0 ** (self.steps + n) for n, one in enumerate(info["seat_rewards"])
+        ]
+        return seen, info["seat_rewards"][mover], ended, truncated, info
+
+
+def test_a_reward_before_a_seats_first_turn_comes_with_that_turn(monkeypatch):
+    played = play(f"{__name__}.Paid", Constant(action="Bet"))
+    first, second = played[0], played[1]
+    stake = second.turns[0].reward_terms["environment"] - 1100
+    assert len(second.turns) == 1 and abs(stake) == 2
+    assert environment_reward(first) == 10 + 100 - stake
+
+
+class SeededEngine(TextEngine):
+    """Writes what seed and prompt decide, as sampling does."""
+
+    def __init__(self, context):
+        super().__init__(context, lambda session, turn: "", shuffled=True)
+        self.seeds = []
+
+    def _response(self, request):
+        self.seeds.append(request.seed)
+        number = (request.seed + int(request.prompt.ids.sum())) % 997
+        self.write = lambda session, turn: (
+            f"<think>{number}</think><answer>{'Bet' if number % 3 else 'Pass'}</answer>"
+        )
+        return super()._response(request)
+
+
+def sampled(lm, *, target=KUHN, **settings):
+    context = ContextManager(lm, window="all")
+    engine = SeededEngine(context)
+    proxy = proxy_of(target, context=context, **settings)
+    responder = EngineResponder(engine=engine, context=context)
+    return proxy.rollout(responder, SPECS, seed_key=(0, "test")), engine
+
+
+def contents(trajectories):
+    return [
+        (one.group, one.member, one.seat, one.reward, [turn.response_text for turn in one.turns])
+        for one in trajectories
+    ]
+
+
+class Fragile(KuhnPoker):
+    """Loses its connection in the second move of some games, once."""
+
+    broken: ClassVar[set[int]] = set()
+
+    def reset(self, *, seed=None, options=None):
+        self.number = seed
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        if self.steps == 1 and self.number not in self.broken:
+            self.broken.add(self.number)
+            raise ConnectionResetError("gone")
+        return super().step(action)
+
+
+def test_seats_have_their_own_seeds_and_a_retried_game_repeats_itself(lm, monkeypatch):
+    played, engine = sampled(lm)
+    assert len(set(engine.seeds)) == len(engine.seeds) == sum(len(one.turns) for one in played)
+    assert contents(sampled(lm, num_envs=2)[0]) == contents(played)
+    monkeypatch.setattr(attempts_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(Fragile, "broken", set())
+    again, other = sampled(lm, target=f"{__name__}.Fragile")
+    assert contents(again) == contents(played) and len(other.seeds) == len(engine.seeds)
+    failed = [one for one in again if one.failed_after]
+    assert len(failed) == 4 and {one.failed_after for one in failed} == {(2,)}
+    assert {one.replayed_turns for one in failed} == {2}
+
+
+def test_a_game_whose_environment_fails_fails_for_both_seats(monkeypatch):
+    monkeypatch.setattr(Fragile, "broken", set())
+    played = play(f"{__name__}.Fragile", RandomPolicy(), failures=FailureSettings(attempts=1))
+    failed = [one for one in played if one.status is EpisodeStatus.FAILED]
+    assert len(played) == 2 * len(SPECS) and Counter(one.seat for one in failed) == {0: 4, 1: 4}
+    assert all("gone" in one.error for one in failed)
+
+
+def test_a_cut_game_has_no_winner_and_keeps_the_last_prompt_of_each_seat(lm):
+    context = ContextManager(lm)
+    played = proxy_of(
+        TIC_TAC_TOE, context=context, max_turns=1, turn_limit_bootstraps=True
+    ).rollout(ScriptedResponder(policy=OptimalPolicy()), SPECS[:1], seed_key=(0,))
+    assert [(one.status, one.reward, len(one.turns)) for one in played] == [
+        (EpisodeStatus.TRUNCATED, 0.0, 1)
+    ] * 2
+    for one in played:
+        text = lm.tokenizer.decode(one.final_prompt_ids)
+        assert f"you {'xo'[one.seat]}" in text and "x" in text and "o" in text
+
+
+@pytest.mark.parametrize("window", [1, "all"])
+def test_leave_one_out_compares_games_of_the_same_seat(lm, window):
+    proxy = proxy_of(KUHN, context=ContextManager(lm, window=window))
+    played = proxy.rollout(ScriptedResponder(policy=RandomPolicy()), SPECS, seed_key=(0, "player"))
+    batch = collate(played, lm)
+    batch.samples.values = torch.zeros_like(batch.samples.input_ids, dtype=torch.float32)
+    layout = CreditLayout.of(batch)
+    masks = compute_token_masks(batch, layout, Masks(), kl=None)
+    credit = assign_credit(batch, layout, masks, LeaveOneOut(), whiten_advantages=False)
+    for number, one in enumerate(played):
+        others = [other for other in played if other.group == one.group and other is not one]
+        assert {other.seat for other in others} == {one.seat} and len(others) == 2
+        expected = one.reward - sum(other.reward for other in others) / 2
+        own = credit.advantages[number][masks.loss[number]]
+        assert own.tolist() == pytest.approx([expected] * len(own), abs=1e-6) and len(own)
+
+
+class Changing(KuhnPoker):
+    """Has two seats in some games, and one in others."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed, options={"held_out": bool(seed % 2)})
+
+
+def test_games_with_different_numbers_of_seats_are_refused():
+    with pytest.raises(RolloutError, match="environments of one rollout have 1 and 2 seats"):
+        play(f"{__name__}.Changing", RandomPolicy())
+
+
+class Unequal(KuhnPoker):
+    def step(self, action):
+        seen, reward, *rest = super().step(action)
+        return seen, reward + 1.0, *rest
+
+
+class Silent(KuhnPoker):
+    def step(self, action):
+        *rest, info = super().step(action)
+        del info["seat_rewards"]
+        return *rest, info
+
+
+class Lost(KuhnPoker):
+    def to_move(self):
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Unequal", r"returned reward 1 and info\['seat_rewards'\]\[0\]=0 for the seat that moved"),
+        ("Silent", r"info\['seat_rewards'\]=None; expected one value for each of its seats=2"),
+        ("Lost", r"to_move\(\) returned 2, expected a seat from 0 to 1"),
+    ],
+)
+def test_a_game_that_breaks_the_protocol_names_what_it_returned(name, message):
+    played = play(f"{__name__}.{name}", Constant(action="Pass"))
+    assert played[0].status is EpisodeStatus.FAILED
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(played[0].error)
