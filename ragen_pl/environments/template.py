@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import re
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,7 +159,11 @@ def files_of(name: str, *, images: bool) -> dict[str, str]:
     if (config_dir() / "env" / f"{name}.yaml").exists():
         raise ConfigError(f"{place}: env={name} is an environment of ragen_pl; choose another name")
     spec = find_spec(name)
-    if spec is not None and Path(str(spec.origin)).resolve().parent != Path.cwd().resolve():
+    is_elsewhere = (
+        spec is not None and Path(str(spec.origin)).resolve().parent != Path.cwd().resolve()
+    )
+    # some of Python's own have no file
+    if is_elsewhere or name in sys.stdlib_module_names:
         raise ConfigError(f"{place}: Python has a module of this name already; choose another name")
     words = {
         "name": name,

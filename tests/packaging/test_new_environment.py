@@ -61,6 +61,7 @@ def test_its_test_fails_where_the_rules_are_broken(tmp_path: Path) -> None:
         ("../shop", "expected a name of a Python module"),
         ("class", "expected a name of a Python module"),
         ("bandit", "env=bandit is an environment of ragen_pl"),
+        ("os", "Python has a module of this name"),
         ("random", "Python has a module of this name"),
         ("torch", "Python has a module of this name"),
     ],
