@@ -93,7 +93,7 @@ def test_turns_of_all_ranks_have_one_scale():
 def test_an_environment_without_a_potential_is_refused():
     cfg = composed("env=bandit", "algorithm=cast", "rollout.group_size=8", "rollout.groups=2")
     with pytest.raises(ConfigError, match=r"SolverTeacher: .* has no potential\(\) that says how"):
-        check_components(cfg, make_environment(cfg.env).unwrapped)
+        check_components(cfg, {cfg.env.name: make_environment(cfg.env).unwrapped})
 
 
 def test_a_state_without_a_potential_is_refused(lm):

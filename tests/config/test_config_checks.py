@@ -58,7 +58,8 @@ def shipped_configs() -> list[tuple[str, str]]:
         elif group in TOGETHER:
             together[group].append(option)
         elif group == "validation_sets" and file.stem != "held_out":
-            configs.append(("evaluate", f"{option} env={file.stem}"))
+            environment = {"two_player": "tic_tac_toe"}.get(file.stem, file.stem)
+            configs.append(("evaluate", f"{option} env={environment}"))
         else:
             configs.append(("evaluate" if group in EVALUATION else "fit", option))
     rows = zip_longest(*together.values(), fillvalue="")

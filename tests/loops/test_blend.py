@@ -59,4 +59,4 @@ def test_a_loss_without_both_terms_is_refused(overrides, message):
     blend = "callbacks.blend={_target_: ragen_pl.callbacks.blend.BlendTeacher, iterations: 4}"
     cfg = composed("env=frozenlake", *overrides, blend)
     with pytest.raises(ConfigError, match=message):
-        check_components(cfg, make_environment(cfg.env).unwrapped)
+        check_components(cfg, {cfg.env.name: make_environment(cfg.env).unwrapped})
