@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,10 +21,8 @@ from ragen_pl.config.settings import read_settings
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import (
     DemonstrationDataModule,
-    MixedDemonstrationDataModule,
     WarmStartDataModule,
 )
-from ragen_pl.data.mixture import MixedEnvironment, Mixture
 from ragen_pl.data.settings import (
     IterationSettings,
     RecordSettings,
@@ -36,7 +34,6 @@ from ragen_pl.engines.protocol import EngineFactory, RolloutEngine
 from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.classes import frequent_words
 from ragen_pl.environments.manager import EnvironmentManager
-from ragen_pl.environments.mixture import EnvironmentMixture
 from ragen_pl.models.merging import check_merging
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.critic import CriticModule
@@ -53,6 +50,7 @@ from ragen_pl.tracking.loggers import KeepsRecord, RecordLogger
 
 if TYPE_CHECKING:
     from ragen_pl.checkpoints.folder import Run
+    from ragen_pl.data.mixture import Mixture
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.rollout.endpoint import ChatEndpoint
 
@@ -97,7 +95,7 @@ def assemble(cfg: DictConfig) -> RunComponents:
         for name, alone in of_environments.items()
     }
     mixed = is_mixture(cfg.env)
-    environments = EnvironmentMixture(managers) if mixed else managers[cfg.env.name]
+    environments = _mixed(managers) if mixed else managers[cfg.env.name]
     proxy = build_proxy(cfg.rollout, environments=environments, context=context)
     engine = engine_class(cfg.rollout.engine)
     if engine is not None and engine.in_place:
@@ -115,6 +113,12 @@ def assemble(cfg: DictConfig) -> RunComponents:
         for name, alone in of_environments.items()
     ]
     return RunComponents(cfg, bundle, policy, build_critic(cfg, bundle), proxy, validation_sets)
+
+
+def _mixed(managers: Mapping[str, EnvironmentManager]) -> EnvironmentManager:
+    from ragen_pl.environments.mixture import EnvironmentMixture
+
+    return EnvironmentMixture(managers)
 
 
 def _predicts_text(cfg: DictConfig) -> bool:
@@ -378,6 +382,9 @@ def _mixture(cfg: DictConfig) -> Mixture | None:
     """Return the environments of a run with several; None of one."""
     if not is_mixture(cfg.env):
         return None
+
+    from ragen_pl.data.mixture import MixedEnvironment, Mixture
+
     return Mixture(
         {
             name: MixedEnvironment(
@@ -418,6 +425,9 @@ def build_warm_start(components: RunComponents) -> tuple[WarmStartModule, WarmSt
         )
     if not is_mixture(cfg.env):
         return module, _demonstrations(components.proxy, cfg, validation_set, seed=cfg.seed)
+
+    from ragen_pl.data.mixture import MixedDemonstrationDataModule
+
     sets = {one.name: one for one in components.validation_sets}
     parts = {
         name: _demonstrations(components.proxy, alone, sets[name], seed=derive_seed(cfg.seed, name))

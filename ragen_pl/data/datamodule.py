@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -33,14 +33,12 @@ from ragen_pl.data.failures import (
 )
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
-from ragen_pl.data.mixture import Mixture
 from ragen_pl.data.rollout_module import AsyncRolloutModule, RolloutModule
 from ragen_pl.data.settings import IterationSettings, UpdateSettings
 from ragen_pl.data.validation import ValidationLoader, ValidationSet
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import RolloutEngine, kept_ids_problem, resent_by
 from ragen_pl.environments.manager import EpisodeSpec
-from ragen_pl.environments.mixture import EnvironmentMixture
 from ragen_pl.metrics.failures import FailureStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics, comparable
 from ragen_pl.prompts.context import ContextManager
@@ -49,6 +47,10 @@ from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ragen_pl.data.mixture import Mixture
+    from ragen_pl.environments.mixture import EnvironmentMixture
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +119,12 @@ class RolloutDataModule(MinibatchDataModule):
         """Exclude the initial states of the first validation set from training."""
         super().setup(stage)
         environments = self.proxy.environments
-        if isinstance(environments, EnvironmentMixture):
+        if self.mixture is not None:
             keys_by_name = {
                 one.name: one.held_out_keys() for one in self.validation_sets if one.keeps_states
             }
-            self.proxy = replace(self.proxy, environments=environments.with_held_out(keys_by_name))
+            mixed = cast("EnvironmentMixture", environments).with_held_out(keys_by_name)
+            self.proxy = replace(self.proxy, environments=mixed)
             return
         if environments.held_out or environments.held_out_fraction is not None:
             return

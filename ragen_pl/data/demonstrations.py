@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -163,42 +163,6 @@ class DemonstrationDataModule(WarmStartDataModule):
                 self.proxy.environments.target,
             )
         self.report_long(trajectories)
-
-
-class MixedDemonstrationDataModule(WarmStartDataModule):
-    """Serve the demonstrations of several environments, each played by its own policy, as minibatches.
-
-    Args:
-        proxy: Contexts of the run.
-        parts: Demonstrations by the name of their environment.
-        settings: Number of steps, and the discount; None for the defaults.
-        update: Sizes of microbatches; None for the defaults.
-        seed: Seed of the run.
-    """
-
-    @checked
-    def __init__(
-        self,
-        proxy: AgentProxy[ContextManager],
-        *,
-        parts: Mapping[str, DemonstrationDataModule],
-        settings: WarmStartSettings | None = None,
-        update: UpdateSettings | None = None,
-        seed: int,
-    ) -> None:
-        super().__init__(proxy, settings=settings, update=update, seed=seed)
-        self.parts = dict(parts)
-
-    def setup(self, stage: str) -> None:
-        """Play this rank's demonstrations, one environment after another."""
-        super().setup(stage)
-        if self.batch is not None:
-            return
-        trajectories: list[Trajectory] = []
-        for name, part in self.parts.items():
-            trajectories += part.played()
-            self.statistics |= {f"{name}/{key}": value for key, value in part.statistics.items()}
-        self.take(trajectories)
 
 
 def set_discounted_returns(batch: TrajectoryBatch, *, gamma: float) -> None:

@@ -1,4 +1,4 @@
-"""Mixture: which environment each group of a run plays, and in which state it begins."""
+"""Mixture: which environment each group of a run plays, and in which state it begins; demonstrations in several."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ragen_pl.algorithms.mixture import MixtureSchedule
+from ragen_pl.base.checked import checked
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.curriculum import TaskChoice
+from ragen_pl.data.demonstrations import DemonstrationDataModule, WarmStartDataModule
+from ragen_pl.data.settings import UpdateSettings, WarmStartSettings
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rewards.shaping import RewardFunction
+from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.trajectory import Trajectory
 
 
@@ -134,3 +139,39 @@ class Mixture(TaskChoice):
         for name, curriculum in self._curricula():
             if name in curricula:
                 curriculum.load_state_dict(curricula[name])
+
+
+class MixedDemonstrationDataModule(WarmStartDataModule):
+    """Serve the demonstrations of several environments, each played by its own policy, as minibatches.
+
+    Args:
+        proxy: Contexts of the run.
+        parts: Demonstrations by the name of their environment.
+        settings: Number of steps, and the discount; None for the defaults.
+        update: Sizes of microbatches; None for the defaults.
+        seed: Seed of the run.
+    """
+
+    @checked
+    def __init__(
+        self,
+        proxy: AgentProxy[ContextManager],
+        *,
+        parts: Mapping[str, DemonstrationDataModule],
+        settings: WarmStartSettings | None = None,
+        update: UpdateSettings | None = None,
+        seed: int,
+    ) -> None:
+        super().__init__(proxy, settings=settings, update=update, seed=seed)
+        self.parts = dict(parts)
+
+    def setup(self, stage: str) -> None:
+        """Play this rank's demonstrations, one environment after another."""
+        super().setup(stage)
+        if self.batch is not None:
+            return
+        trajectories: list[Trajectory] = []
+        for name, part in self.parts.items():
+            trajectories += part.played()
+            self.statistics |= {f"{name}/{key}": value for key, value in part.statistics.items()}
+        self.take(trajectories)

@@ -91,5 +91,8 @@ def _holds(found: Any, given: Any) -> bool:
         return (
             isinstance(found, list) and len(found) == len(given) and all(map(_holds, found, given))
         )
+    if isinstance(found, Mapping) and "share" in found:
+        # an environment of a mixture is given by its share, or by settings
+        return _holds(found["share"], given)
     # strings that the parser keeps quoted have a text of their own
     return bool(found == given) or str(found) == str(getattr(given, "text", given))
