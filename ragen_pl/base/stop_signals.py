@@ -22,8 +22,9 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 # 128 and the signal's number, as a shell reports it; a job queue starts a run again after that of SIGTERM
 _TERMINATED, _INTERRUPTED = 143, 130
-# seconds until a `Stopped` that Python has dropped is raised again
-_AGAIN_S = 0.02
+# seconds until a `Stopped` that Python has dropped is raised again, and those that a first one has to close files and
+# processes before a second one interrupts it
+_AGAIN_S, _CLOSING_S = 0.02, 0.5
 
 
 class Stopped(SystemExit):
@@ -56,8 +57,8 @@ class _Process:
     # nested blocks in which a signal is kept for later, and the one that was
     blocks = 0
     kept: signal.Signals | None = None
-    # whether the process ends already, and whether it has said so
-    ends = is_reported = False
+    # whether a `Stopped` was raised, whether the process ends already, and whether it has said so
+    is_raised = ends = is_reported = False
     # sends a signal on to launched processes
     forward: Callable[[signal.Signals], object] | None = None
     # returns what ends this process in place of a signal, such as the error of another rank
@@ -87,7 +88,7 @@ def stopped_by_signals(*, for_good: bool = False) -> Iterator[None]:
     before[signal.SIGALRM] = signal.getsignal(signal.SIGALRM)
     hook = sys.unraisablehook
     _Process.owner, _Process.kept = os.getpid(), None
-    _Process.ends = _Process.is_reported = False
+    _Process.is_raised = _Process.ends = _Process.is_reported = False
     _Process.terminals = tuple(filter(os.isatty, (1, 2)))
     sys.unraisablehook = _raise_again(hook)
     try:
@@ -118,6 +119,16 @@ def report(text: str) -> None:
             sys.stdout.flush()
             sys.stderr.write(f"ragen_pl: {text}\n")
             sys.stderr.flush()
+
+
+def stop_behind(error: BaseException) -> Stopped | None:
+    """Return the `Stopped` that was closing files and processes when another error came; None without one."""
+    behind: BaseException | None = error
+    seen: set[int] = set()
+    while behind is not None and not isinstance(behind, Stopped) and id(behind) not in seen:
+        seen.add(id(behind))
+        behind = behind.__cause__ or behind.__context__
+    return behind if isinstance(behind, Stopped) else None
 
 
 def ending() -> None:
@@ -179,11 +190,16 @@ def _receive(number: int, frame: FrameType | None) -> None:
             _Process.forward(received)
         if _Process.blocks:
             _Process.kept = _Process.kept or received
+        elif _Process.is_raised:
+            # one raised in the middle of a `finally` would break what it closes
+            _Process.kept = received
+            signal.setitimer(signal.ITIMER_REAL, _CLOSING_S)
         else:
             _raise(received)
 
 
 def _raise(received: signal.Signals) -> None:
+    _Process.is_raised = True
     cause = None if _Process.cause is None else _Process.cause()
     raise cause or Stopped(received.name)
 

@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 
 from ragen_pl.base.error_text import error_text
 from ragen_pl.base.foreign_files import ForeignFileError
+from ragen_pl.base.stop_signals import stop_behind
 from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation
 
 Result = TypeVar("Result")
@@ -88,6 +89,8 @@ def or_exit(action: Callable[[], Result]) -> Result:
     try:
         return action()
     except Exception as error:
+        if (stop := stop_behind(error)) is not None:
+            raise stop from None
         ending = ending_of(error)
     ending.show()
     raise SystemExit(ending.code)

@@ -45,7 +45,7 @@ from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.base.seeding import seeded
 from ragen_pl.base.settings_files import SETTINGS, newest_settings
-from ragen_pl.base.stop_signals import Stopped, ending
+from ragen_pl.base.stop_signals import Stopped, ending, stop_behind
 from ragen_pl.callbacks.checkpoint import BestCheckpoint, RunCheckpoint
 from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.callbacks.summary import RunSummary
@@ -179,6 +179,8 @@ def errors_with_remedy(cfg: DictConfig, run: Run) -> Iterator[None]:
                 raise
             raise SystemExit(code) from error
         except Exception as error:
+            if (stop := stop_behind(error)) is not None:
+                raise SystemExit(report_stop(stop, run)) from error
             if not isinstance(error, ConfigError):
                 if "timed out" in error_text(error).lower():  # of gloo
                     error.add_note(

@@ -108,6 +108,64 @@ def test_a_run_under_nohup_ignores_the_end_of_its_terminal(tmp_path: Path) -> No
     assert done.returncode == 2 and "stopped" not in done.stderr, done.stderr
 
 
+# closes something slowly, which a second signal would leave half closed; or fails to close it
+_CLOSING = """
+import os, signal, sys, threading, time
+from ragen_pl.base.stop_signals import Stopped, stop_behind, stopped_by_signals
+
+def send(*pauses):
+    for pause in pauses:
+        time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def closed():
+    for _ in range(8):
+        time.sleep(0.01)
+    print("closed", flush=True)
+
+with stopped_by_signals(for_good=True):
+    if sys.argv[1] == "twice":
+        threading.Thread(target=send, args=(0.05, 0.02, 0.02), daemon=True).start()
+        try:
+            time.sleep(60)
+        finally:
+            closed()
+    elif sys.argv[1] == "dropped":
+        threading.Thread(target=send, args=(0.05, 0.05), daemon=True).start()
+        try:
+            time.sleep(60)
+        except Stopped:
+            time.sleep(60)
+    else:
+        threading.Thread(target=send, args=(0.05,), daemon=True).start()
+        try:
+            try:
+                time.sleep(60)
+            finally:
+                threading.Lock().release()
+        except Exception as error:
+            raise stop_behind(error)
+"""
+
+
+@pytest.mark.parametrize("how", ["twice", "dropped", "failed"])
+def test_a_second_signal_leaves_time_to_close(tmp_path: Path, how: str) -> None:
+    """Also where the first one was dropped, the process ends; an error of closing is not how it ended."""
+    script = tmp_path / "closing.py"
+    script.write_text(_CLOSING)
+    done = subprocess.run(
+        [sys.executable, script, how],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.stderr == "ragen_pl: stopped by SIGTERM; no run was under way\n"
+    assert done.returncode == 143
+    assert done.stdout == ("closed\n" if how == "twice" else "")
+
+
 @pytest.mark.parametrize(("moment", "number"), MOMENTS)
 def test_a_signal_at_any_moment_of_a_run(tmp_path: Path, moment: str, number: str) -> None:
     run = tmp_path / "run"
