@@ -120,7 +120,10 @@ def _refers(cfg: DictConfig, key: str) -> bool:
     """Return whether a setting, or a node that it is in, refers to another one."""
     node: Any = cfg
     for name in key.split("."):
-        if isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, name):
+        # a name may have a dot in it
+        if not isinstance(node, DictConfig) or name not in node:
+            return False
+        if OmegaConf.is_interpolation(node, name):
             return True
         node = OmegaConf.select(node, name) if isinstance(node, DictConfig) else None
     return False

@@ -154,6 +154,8 @@ def _check_groups(settings: Mapping[str, Any], file: Path) -> None:
         found = found.get(inner) if inner else found
         if not isinstance(found, Mapping):
             raise ConfigError(f"{file}: {name}={found}: expected a group of settings of a run")
+    if not isinstance(kwargs := settings["env"].get("kwargs") or {}, Mapping):
+        raise ConfigError(f"{file}: env.kwargs={kwargs}: expected a group of settings")
 
 
 def _folder(run_dir: str) -> Path:

@@ -274,6 +274,22 @@ def test_settings_that_are_large_deep_or_of_other_types_are_refused(text, run, c
         assert "config.yaml" in command(name, f"ckpt={run}", key).refused()
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ([1], "config.yaml: env.kwargs=[1]: expected a group of settings"),
+        ("x", "config.yaml: env.kwargs=x: expected a group of settings"),
+        ({"a.b": 1}, "unknown key env.kwargs.a.b: "),
+    ],
+    ids=["list", "text", "dot"],
+)
+def test_arguments_of_an_environment_of_other_types_are_refused(kwargs, message, run, command):
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["env"]["kwargs"] = kwargs
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert message in command("evaluate", f"ckpt={run}", "to=out").refused()
+
+
 class Listener(http.server.BaseHTTPRequestHandler):
     """A server of somebody else, which notes what it is sent."""
 
