@@ -21,9 +21,11 @@ from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import CountOrZero, PositiveFraction
+from ragen_pl.base.restoring import restore
 from ragen_pl.base.run_facts import RunFacts
 
 _EPS = 1e-6
+_KEY = "algorithm.normalize.by"
 Scale = tuple[Tensor, Tensor]
 """Center and divisor, each float32 `[trajectories]`."""
 
@@ -195,9 +197,9 @@ class Schedule(Normalizer):
         return {"stages": [stage.state_dict() for stage in self.stages]}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore the statistics of all stages."""
-        for stage, statistics in zip(self.stages, state["stages"], strict=True):  # type: ignore[call-overload]
-            stage.load_state_dict(statistics)
+        """Restore the statistics of all stages, which may be others than those of the checkpoint."""
+        for stage, statistics in zip(self.stages, state["stages"], strict=False):  # type: ignore[call-overload]
+            restore(stage, statistics, key=_KEY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,4 +320,4 @@ class RewardNormalizer:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore `state_dict`."""
         self.iteration = int(state["iteration"])  # type: ignore[call-overload]
-        self.by.load_state_dict(state["by"])  # type: ignore[arg-type]
+        restore(self.by, state["by"], key=_KEY)  # type: ignore[arg-type]

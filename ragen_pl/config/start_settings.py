@@ -16,7 +16,7 @@ from ragen_pl.config.trust import run_settings, write_settings
 # keys of the start itself
 _OF_THE_START = ("ckpt_path", "paths.run_dir", "paths.root")
 # keys that are named first, with their values
-_MOST = ("env.name", "env.target", "seed")
+_MOST = ("env.name", "env.target", "algorithm.name", "seed", "rollout.temperature")
 _NAMED = 8
 _UNSET = "unset"
 

@@ -6,6 +6,7 @@ the groups follow their difficulty or their progress.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ragen_pl.base.distributed import sum_over_ranks
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
+
+log = logging.getLogger(__name__)
 
 # with less, tasks that were never solved would hardly be played again
 SharedPart: TypeAlias = Annotated[float, Interval(ge=0.1, le=1)]
@@ -191,8 +194,9 @@ class Curriculum(TaskChoice):
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore `state_dict`."""
-        self.history, self.starts = list(state["history"]), list(state["starts"])  # type: ignore[call-overload]
+        """Restore `state_dict`. A stage that there is no longer leads to the last one."""
+        self.history, starts = list(state["history"]), list(state["starts"])  # type: ignore[call-overload]
+        self.starts = starts[: len(self.stages) - 1]
         # checkpoints of earlier versions hold successes
         self.says_success = state.get("says_success", True)  # type: ignore[assignment]
 
@@ -311,17 +315,14 @@ class TaskSampling(TaskChoice):
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore `state_dict`.
-
-        Raises:
-            RolloutError: The checkpoint has another number of tasks, or another kind of curriculum.
-        """
-        scores: list[list[float | None]] = state.get("scores", [])  # type: ignore[assignment]
+        """Restore `state_dict`. Scores of another number of tasks are left with a line."""
+        scores: list[list[float | None]] = state["scores"]  # type: ignore[assignment]
         if len(scores) != len(self.stages):
-            raise RolloutError(
+            log.warning(
                 f"curriculum.stages: the checkpoint has the scores of {len(scores)} tasks, and {len(self.stages)} are "
-                "set; set those of the run, or start another"
+                "set; their scores begin anew"
             )
+            return
         self.scores = [TaskScore(*values) for values in scores]
         since: list[tuple[int, list[float]]] = state["since"]  # type: ignore[assignment]
         self._since = [(first, [*values]) for first, values in since]

@@ -19,6 +19,7 @@ from ragen_pl.base.distributed import (
     sum_over_ranks,
     world_size,
 )
+from ragen_pl.base.restoring import restore
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.checkpoints.rank_states import RankStatesError, save_rank_states
 from ragen_pl.data.ahead import RolloutAhead
@@ -113,6 +114,8 @@ class RolloutDataModule(MinibatchDataModule):
         self._iteration = -1
         self._engine: RolloutEngine | None = None
         self._resent = 0
+        # of the minibatches of a buffer that a checkpoint held
+        self._order: dict[str, Any] | None = None
         self._ahead = RolloutAhead(ahead, self._reward)
 
     def setup(self, stage: str) -> None:
@@ -397,7 +400,7 @@ class RolloutDataModule(MinibatchDataModule):
 
     def drop_buffer(self) -> None:
         """Drop the samples."""
-        self.buffer = None
+        self.buffer = self._order = None
 
     def train_dataloader(self) -> MinibatchLoader:
         """Return the update phase's loader over the buffer."""
@@ -405,8 +408,10 @@ class RolloutDataModule(MinibatchDataModule):
             raise RuntimeError(
                 "there are no trajectories yet; train with the RolloutUpdate callback"
             )
-        return self.minibatches_of(
-            self.buffer,
+        return self.minibatches_in(self._order or self._present_order(), self.buffer)
+
+    def _present_order(self) -> dict[str, Any]:
+        return self.order(
             epochs=self.update.epochs,
             minibatches=self.update.minibatches,
             seed_key=(self.seed, self._iteration),
@@ -429,6 +434,7 @@ class RolloutDataModule(MinibatchDataModule):
             "buffers": [None] * world_size()
             if self.buffer is None
             else save_rank_states(self.buffer.state_dict(), name="samples"),
+            "order": None if self.buffer is None else self._order or self._present_order(),
             "ahead": self._ahead.state_dict(),
         }
 
@@ -437,7 +443,7 @@ class RolloutDataModule(MinibatchDataModule):
         self._iteration, self.metrics = state_dict["iteration"], state_dict["metrics"]
         self._ahead.load_state_dict(state_dict.get("ahead"))
         if self.curriculum is not None and state_dict["curriculum"] is not None:
-            self.curriculum.load_state_dict(state_dict["curriculum"])
+            restore(self.curriculum, state_dict["curriculum"], key="curriculum")
         buffers = state_dict["buffers"]
         if len(buffers) != world_size() and buffers[0] is not None:
             raise RankStatesError(
@@ -446,3 +452,5 @@ class RolloutDataModule(MinibatchDataModule):
             )
         own = buffers[rank()] if len(buffers) == world_size() else None
         self.buffer = None if own is None else TrajectoryBatch.from_state_dict(own)
+        # seed and update.* of the run may be others now, and the rest of the samples is not trained yet
+        self._order = state_dict.get("order")

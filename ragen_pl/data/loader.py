@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -240,14 +241,27 @@ class MinibatchDataModule(pl.LightningDataModule):
         Raises:
             ValueError: The Trainer's strategy accumulates a number of minibatches that can't be changed.
         """
+        order = self.order(epochs=epochs, minibatches=minibatches, seed_key=seed_key)
+        return self.minibatches_in(order, batch)
+
+    def order(
+        self, *, epochs: int, minibatches: int, seed_key: tuple[int | str, ...]
+    ) -> dict[str, Any]:
+        """Return what the minibatches of a batch follow from, as arguments of `MinibatchLoader`."""
+        return {
+            "epochs": epochs,
+            "minibatches": minibatches,
+            "accumulate": self._accumulate,
+            "tokens_per_microbatch": self.update.tokens_per_microbatch,
+            "length_buckets": self.update.length_buckets or default_buckets(self._device),
+            "seed_key": seed_key,
+        }
+
+    def minibatches_in(self, order: Mapping[str, Any], batch: TrajectoryBatch) -> MinibatchLoader:
+        """Return the loader over a batch, in the order of `order`'s result."""
         loader = MinibatchLoader(
             batch,
-            epochs=epochs,
-            minibatches=minibatches,
-            accumulate=self._accumulate,
-            tokens_per_microbatch=self.update.tokens_per_microbatch,
-            length_buckets=self.update.length_buckets or default_buckets(self._device),
-            seed_key=(*seed_key, rank()),
+            **{**order, "seed_key": (*order["seed_key"], rank())},
             rank=rank(),
             gather_over_ranks=gather_over_ranks,
             world_size=world_size(),

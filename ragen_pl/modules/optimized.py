@@ -139,14 +139,20 @@ class OptimizedModule(Recordable):
         (schedule,) = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         assert isinstance(schedule, LambdaLR)
         present = self.record() | {"schedule": self.schedule_settings()}
-        changes = change_settings(optimizer, schedule, present, self._saved_record)
+        factory, saved = self.optimizer_factory, self._saved_record
+        changes = change_settings(optimizer, schedule, present, saved, factory=factory)
         self._saved_record, self._resumed = None, False
         if changes and rank() == 0:
             log.info(f"{self.optimizer_key}: changed since the checkpoint: {', '.join(changes)}")
 
 
 def change_settings(
-    optimizer: Optimizer, schedule: LambdaLR, present: Record, saved: Record | None
+    optimizer: Optimizer,
+    schedule: LambdaLR,
+    present: Record,
+    saved: Record | None,
+    *,
+    factory: OptimizerFactory,
 ) -> list[str]:
     """Change the settings of a loaded optimizer and schedule that the config has changed since the checkpoint.
 
@@ -155,6 +161,7 @@ def change_settings(
         schedule: Its schedule.
         present: What the config asks for.
         saved: What it asked for; None for a checkpoint that does not say so, whose learning rates are known alone.
+        factory: Builds an optimizer of the config.
 
     Returns:
         The changes in words.
@@ -163,7 +170,7 @@ def change_settings(
         rates = [{"lr": _plain(group["initial_lr"])} for group in optimizer.param_groups]
         saved = {"groups": rates, "schedule": {}}
     changes: list[str] = []
-    new_rates = dict[int, float]()
+    new_rates, changed = dict[int, float](), set[int]()
     for number, (group, then, now) in enumerate(
         zip(optimizer.param_groups, saved["groups"], present["groups"], strict=True)
     ):
@@ -176,8 +183,11 @@ def change_settings(
                 new_rates[number] = value
             else:
                 group[key] = value
+                changed.add(number)
             text = f"{key} of the {module_name(group)} {_shown(before)} -> {_shown(value)}"
             changes += [] if text in changes else [text]
+    for number in changed:
+        _complete_states(optimizer, number, factory)
     for key, before in saved["schedule"].items():
         if (value := present["schedule"].get(key, before)) != before:
             changes.append(f"{key} {_shown(before)} -> {_shown(value)}")
@@ -186,6 +196,29 @@ def change_settings(
     ):
         _follow(optimizer, schedule, new_rates)
     return changes
+
+
+def _complete_states(optimizer: Optimizer, number: int, factory: OptimizerFactory) -> None:
+    """Add what the settings of a group need to the states of its weights, such as AMSGrad's largest second moments.
+
+    Args:
+        optimizer: Optimizer with a checkpoint's state, changed in place.
+        number: Number of the group.
+        factory: Builds an optimizer of the config.
+    """
+    settings = {k: value for k, value in optimizer.param_groups[number].items() if k != "params"}
+    stepping = stepping_optimizer(optimizer)
+    for weight in stepping.param_groups[number]["params"]:
+        state = stepping.state.get(weight)
+        if not state:
+            continue
+        # a step without a gradient leaves a new state at the values that it begins with
+        start = nn.Parameter(torch.zeros_like(weight))
+        start.grad = torch.zeros_like(weight)
+        probe = factory([settings | {"params": [start]}])
+        probe.step()
+        for key, value in probe.state[start].items():
+            state.setdefault(key, value)
 
 
 def _follow(optimizer: Optimizer, schedule: LambdaLR, new_rates: Mapping[int, float]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from ragen_pl.algorithms.normalization import (
     ByBatch,
     ByGroup,
     NormalizedRewards,
+    Raw,
     RewardNormalizer,
     Running,
     Schedule,
@@ -94,3 +97,16 @@ def test_schedule_moves_from_raw_to_batch_to_group() -> None:
     assert by_group.tolist() == pytest.approx([-0.7071, 0.7071, -0.7071, 0.7071], abs=1e-3)
     with pytest.raises(ValueError, match="expected as many rising"):
         Schedule(starts=[0, 5])
+
+
+def test_a_rule_of_another_kind_begins_anew():
+    """A resume may have another one."""
+    rewards, turns, group = torch.tensor([[1.0], [3.0]]), torch.ones(2).long(), torch.zeros(2)
+    rules = (Raw, Running, ByBatch, Schedule, lambda: Schedule(stages=(Running(),), starts=(0,)))
+    for before, after in itertools.product(rules, repeat=2):
+        old, new = RewardNormalizer(by=before()), RewardNormalizer(by=after())
+        old(rewards, turns, group.long())
+        new.load_state_dict(json.loads(json.dumps(old.state_dict())))
+        assert new.iteration == 1
+        expected = old.by.state_dict() if before is after else after().state_dict()
+        assert new.by.state_dict() == expected

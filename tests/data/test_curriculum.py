@@ -1,5 +1,6 @@
 """Stages of a curriculum: when they end, and the groups that play them; tasks sampled by their scores."""
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ from support.episodes.small_lakes import FAR, Module, proxy_of
 
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.algorithms.task_sampling import TaskScore, drawn_tasks, task_probabilities
+from ragen_pl.base.restoring import restore
 from ragen_pl.data.curriculum import Curriculum, TaskSampling
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
@@ -211,11 +213,28 @@ def test_tasks_follow_their_scores_and_a_resumed_run_draws_the_same(lm, monkeypa
     assert later == tasks[1:]
 
 
-def test_task_sampling_needs_success_and_tasks_of_the_checkpoint(lm, monkeypatch):
+def test_a_curriculum_of_another_kind_or_size_begins_anew(caplog):
+    """A resume may have another one."""
+    stages = Curriculum(stages=TASKS, above=0.5, fraction=0.5, window=1)
+    for iteration in range(2):
+        stages.observe(1.0, iteration=iteration)
+    tasks = TaskSampling(stages=TASKS)
+    tasks.scores[0].last = 0.5
+    fewer = Curriculum(stages=TASKS[:2], above=0.5, fraction=0.5)
+    restore(fewer, stages.state_dict(), key="curriculum")
+    assert (stages.stage(9), fewer.stage(9)) == (2, 1) and not caplog.messages
+    for new, old, text in (
+        (TaskSampling(stages=TASKS), stages, "curriculum: the checkpoint has the state of another"),
+        (Curriculum(stages=TASKS, above=0.5, fraction=0.5), tasks, "of another kind; this one beg"),
+        (TaskSampling(stages=TASKS[:2]), tasks, "the scores of 3 tasks, and 2 are set"),
+    ):
+        first = copy.deepcopy(new.state_dict())
+        restore(new, old.state_dict(), key="curriculum")
+        assert new.state_dict() == first and text in caplog.messages[-1]
+
+
+def test_task_sampling_needs_success(lm, monkeypatch):
     data, _ = sampled(lm, monkeypatch, TaskSampling(stages=TASKS), solves=TASKS[0], iterations=1)
-    other = TaskSampling(stages=TASKS[:2])
-    with pytest.raises(RolloutError, match="the scores of 3 tasks, and 2 are set"):
-        other.load_state_dict(data.curriculum.state_dict())
     silent = [trajectory for trajectory in data.collect(1, Module(lm)) if trajectory.turns]
     for trajectory in silent:
         for turn in trajectory.turns:

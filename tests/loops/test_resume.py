@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -263,3 +265,40 @@ def test_resuming_with_master_weights_and_adapters_is_exact(setup_of, tmp_path, 
 def test_resuming_any_kind_of_run_is_exact(setup_of, tmp_path, changes):
     """Resume from each thirteenth checkpoint. Which hooks those are depends on the number of steps."""
     assert resume_everywhere(setup_of(**changes), tmp_path, POINTS, chosen=every(13)) >= 5
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": 7}, {"minibatches": 5}, {"tokens_per_microbatch": 64}], ids=str
+)
+def test_an_update_under_way_ends_with_its_own_minibatches(setup_of, changes, tmp_path):
+    """Each of its samples is trained once an epoch, whatever the seed and the sizes of the next updates are."""
+
+    class Samples(RolloutCallback):
+        def __init__(self, *, stops: bool) -> None:
+            self.stops, self.seen = stops, []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, *_) -> None:
+            if trainer.current_epoch == 1:
+                rows = batch.samples.select(torch.where(batch.samples.weight > 0)[0])
+                self.seen += [int(numbers.max()) for numbers in rows.token]
+                if self.stops:
+                    trainer.save_checkpoint(tmp_path / "inside.ckpt")
+                    raise KeyboardInterrupt
+
+    setup = setup_of(window="all")
+    before, after = Samples(stops=True), Samples(stops=False)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        setup.fit(before)
+    build = setup.build
+
+    def rebuilt():
+        agent, datamodule = build()
+        datamodule.seed = changes.get("seed", datamodule.seed)
+        sizes = {name: value for name, value in changes.items() if name != "seed"}
+        datamodule.update = dataclasses.replace(datamodule.update, **sizes)
+        return agent, datamodule
+
+    setup.build = rebuilt
+    setup.fit(after, ckpt_path=str(tmp_path / "inside.ckpt"))
+    counts = Counter(before.seen + after.seen)
+    assert before.seen and after.seen and set(counts.values()) == {2}

@@ -143,6 +143,32 @@ def test_settings_of_every_group_take_effect_and_the_state_is_kept(saved_by, kin
         assert line.count(text) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "more"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, {"max_exp_avg_sq"}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, {"grad_avg", "momentum_buffer"}),
+        (torch.optim.SGD, {"momentum": 0.9}, {"momentum_buffer"}),
+    ],
+    ids=["AMSGrad", "RMSprop", "SGD"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_settings_that_need_more_state_take_effect(setup_of, kind, settings, more, dtype, tmp_path):
+    class OneStep(pl.Callback):
+        def on_train_batch_end(self, trainer, *_) -> None:
+            (optimizer,) = trainer.optimizers
+            optimizer.state_dict()
+            self.entries = set.intersection(*(set(state) for state in optimizer.state.values()))
+            raise Enough
+
+    setup, file = setup_of(dtype=dtype, max_mismatch=None), tmp_path / "inside.ckpt"
+    factory = functools.partial(kind, lr=1e-4)
+    fit(setup, SaveInSecondIteration(file), factory=factory)
+    changed = functools.partial(factory, **settings)
+    _, step = fit(setup, OneStep(), factory=changed, ckpt_path=str(file))
+    assert more <= step.entries
+
+
 def test_what_is_as_it_was_is_left_alone_and_said_by_no_line(saved_by, caplog):
     setup, file, before = saved_by("float32")
     checkpoint = torch.load(file, weights_only=False)
