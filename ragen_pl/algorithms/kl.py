@@ -19,7 +19,7 @@ class KLEstimator(StrEnum):
     - `k1`: log p - log p_ref; unbiased, may be negative.
     - `k2`: half its square; biased, low variance.
     - `k3`: rho - 1 - log rho with rho = p_ref / p; unbiased and never negative.
-    - `abs`: |log p - log p_ref|.
+    - `abs`: `|log p - log p_ref|`.
     - `full`: KL(reference || policy) summed over the vocabulary, see `full_kl`.
     - `full_reverse`: KL(policy || reference) summed over the vocabulary.
     """

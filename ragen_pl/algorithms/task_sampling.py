@@ -61,7 +61,7 @@ def task_probabilities(
       (difficulty pools as in prime-rl).
     - `learnability`: w = p (1 - p) of the last score p, the variance of the success; 0.25 for unseen tasks (Foster et
       al., 2025).
-    - `progress`: w = |fast - slow| of two running averages; 1 for unseen tasks (learning progress: Oudeyer et al.,
+    - `progress`: `w = |fast - slow|` of two running averages; 1 for unseen tasks (learning progress: Oudeyer et al.,
       2007).
 
     Where all weights are 0, all tasks are equally likely.

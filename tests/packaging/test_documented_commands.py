@@ -188,12 +188,3 @@ SKIPPED = [
 def test_overrides_of_skipped_commands_compose(command: str) -> None:
     overrides = shlex.split(command.partition("-m ragen_pl.fit ")[2], comments=True)
     compose_accepted("fit", [word for word in overrides if "=" in word])
-
-
-def test_links_between_pages_resolve() -> None:
-    missing = []
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
-            if not (page.parent / target).exists():
-                missing.append((page.name, target))
-    assert missing == []

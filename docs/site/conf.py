@@ -1,0 +1,43 @@
+"""Settings of Sphinx for `make site`: the README, the pages of docs/, and the API from docstrings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# What users call, configure and derive from. The other modules serve the commands.
+PUBLIC = (
+    "__init__.py", "api.py", "trajectory.py", "algorithms", "rewards", "data", "modules", "loops", "metrics",
+    "callbacks", "engines",
+)  # fmt: skip
+
+project = "ragen_pl"
+extensions = ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"]
+root_doc = "docs/site/index"
+include_patterns = ["README.md", "docs/**"]
+exclude_patterns = ["docs/*_notes.md"]  # parts of generated pages
+
+# Headings have the anchors that they have on GitHub.
+myst_heading_anchors = 4
+# Docstrings have code in single backticks.
+default_role = "code"
+smartquotes_action = "D"  # dashes, no quotation marks: they belong to texts of episodes
+
+# Sources are read, not imported: the environment of the site has no torch.
+autoapi_dirs = [str(ROOT / "ragen_pl")]
+autoapi_ignore = [
+    f"*/ragen_pl/{path.name}/*" if path.is_dir() else f"*/ragen_pl/{path.name}"
+    for path in (ROOT / "ragen_pl").iterdir()
+    if path.name not in PUBLIC
+]
+autoapi_root = "docs/api"
+autoapi_add_toctree_entry = False
+autoapi_options = ["members", "show-inheritance"]
+suppress_warnings = ["autoapi.python_import_resolution"]  # imports of modules that are not public
+
+html_theme = "furo"
+html_title = "ragen_pl"
+html_extra_path = ["index.html"]  # leads to the README
+html_show_copyright = False
+html_show_sourcelink = False
+html_copy_source = False
