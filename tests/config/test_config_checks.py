@@ -55,6 +55,8 @@ def shipped_configs() -> list[tuple[str, str]]:
             configs.append(("fit", f"{option} env=frozenlake"))
         elif option == "env=openenv":
             together[group].append(f"{option} env.kwargs.urls=[http://127.0.0.1:8000]")
+        elif option == "env=mixture":
+            pass  # its environments are composed first, see test_mixtures.py
         elif group in TOGETHER:
             together[group].append(option)
         elif group == "validation_sets" and file.stem != "held_out":

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     PretrainedConfig,
 )
@@ -93,6 +94,10 @@ def test_images_that_no_turn_can_show(fit, tmp_path: Path, name: str, reason: st
     assert line.startswith(f"ragen_pl: {reason}") and "choose another" in line
 
 
+@pytest.mark.skipif(
+    Gemma2ForCausalLM._supports_sdpa,
+    reason="this version of transformers takes it, without the soft cap of the scores",
+)
 def test_a_family_without_the_attention(tmp_path: Path) -> None:
     save(Gemma2Config(**WORDS, **SIZES, head_dim=16), tmp_path)
     with pytest.raises(
