@@ -242,6 +242,11 @@ def _episodes(
         played = proxy.rollout(
             responder, specs, seed_key=("audit", cfg.seed, "episodes"), progress=progress
         )
+    if any(one.seats > 1 for one in played):
+        raise ConfigError(
+            f"env={env}: an audit takes episodes of one seat, and the policy plays several; set a scripted opponent, "
+            "such as env.kwargs.opponent=random"
+        )
     episodes = [pair for pair in zip(specs, played, strict=True) if usable(pair[1])]
     if not episodes:
         raise ConfigError(f"env={env}: every episode failed")

@@ -29,6 +29,7 @@ VOCABULARIES = {
     "invoice_check": (570, "f39745e5b217dba1"),
     "knowledge_base": (696, "3586055d491f16c8"),
     "knowledge_base_compaction": (696, "3586055d491f16c8"),
+    "kuhn_poker": (530, "fdcfd0a69c3fcbf7"),
     "metaworld": (535, "96f0cb1dc3c455c2"),
     "miniwob": (559, "c42e5df04724717e"),
     "miniworld": (525, "7ebf89ea4f24500b"),
@@ -37,6 +38,7 @@ VOCABULARIES = {
     "support_desk": (658, "93852f5f0dd09d4d"),
     "svg": (540, "77a19e2336fa5a1c"),
     "textarena": (520, "ffaf32f30a70c390"),
+    "tic_tac_toe": (531, "3c8e6f1feb3b9e8f"),
     "web_shop": (667, "b4aa172c8e86bba4"),
 }
 PLAIN = (512, "039f90b254bc2f47")
