@@ -108,13 +108,13 @@ def _play(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
         responder = HumanResponder(screen=screen, max_actions=environments.max_actions_per_turn)
     else:
         responder = ScriptedResponder(policy=instantiate(cfg.validation.baselines[cfg.policy]))
-    played = proxy.rollout(
+    (trajectory,) = proxy.rollout(
         responder,
         [spec],
         seed_key=(cfg.seed, "play", str(cfg.policy)),
         on_turn=show_turns(screen, delay=cfg.delay, state_is_shown=is_human),
     )
-    return _only(played)
+    return trajectory
 
 
 def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
@@ -126,13 +126,13 @@ def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajector
     proxy = build_proxy(cfg.rollout, environments=build_environments(cfg.env), context=context)
     with closing(build_engine(cfg.rollout.engine, bundle)) as engine:
         engine.load_weights(0)
-        played = proxy.rollout(
+        (trajectory,) = proxy.rollout(
             EngineResponder(engine=engine, context=context, greedy=cfg.greedy),
             [spec],
             seed_key=("evaluate", cfg.seed),
             on_turn=show_turns(screen, delay=cfg.delay),
         )
-    return _only(played)
+    return trajectory
 
 
 def _play_endpoint(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
@@ -145,7 +145,7 @@ def _play_endpoint(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajec
         context=endpoint.context,
         max_response_tokens=endpoint.max_tokens,
     )
-    played = proxy.rollout(
+    (trajectory,) = proxy.rollout(
         EndpointResponder(endpoint=endpoint, greedy=cfg.greedy),
         [spec],
         seed_key=("evaluate", cfg.seed),
@@ -153,21 +153,7 @@ def _play_endpoint(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajec
     )
     screen.console.print(f"{endpoint.model}: {endpoint.usage}", highlight=False, markup=False)
     endpoint.close()
-    return _only(played)
-
-
-def _only(played: Sequence[Trajectory]) -> Trajectory:
-    """Return the trajectory of an episode of one seat.
-
-    Raises:
-        RuntimeError: The episode has several.
-    """
-    if played[0].seats > 1:
-        raise RuntimeError(
-            "the environment has several seats, and one is played here; set a scripted opponent, such as "
-            "env.kwargs.validation_opponent=optimal"
-        )
-    return played[0]
+    return trajectory
 
 
 def show_turns(screen: Screen, *, delay: float = 0.0, state_is_shown: bool = False) -> OnTurn:
@@ -180,6 +166,11 @@ def show_turns(screen: Screen, *, delay: float = 0.0, state_is_shown: bool = Fal
     """
 
     def on_turn(episode: Episode) -> None:
+        if len(episode.seats) > 1:
+            raise RuntimeError(
+                "the environment has several seats, and one is played here; set a scripted opponent, such as "
+                "env.kwargs.validation_opponent=optimal"
+            )
         trajectory, observation = episode.trajectory, episode.slot.observation
         if observation is not None:
             trajectory.final_images = observation.images

@@ -107,7 +107,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             episode_specs: The episodes; `group` and `member` enter the sampling seeds.
             seed_key: Run seed, purpose and iteration, with which the sampling seeds start.
             progress: Called while episodes are playing, and once at the end with all of them done.
-            on_turn: Called after each turn.
+            on_turn: Called after each turn, in a game of several seats when the next one is to move.
             recorded_responses: Responses to the first turns of each episode, which are given where their prompts come
                 again; the responder answers the others. `Trajectory.replayed_turns` counts them.
         """

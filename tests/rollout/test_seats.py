@@ -15,6 +15,7 @@ from envs.kuhn_poker import KuhnPoker
 from envs.policies import OptimalPolicy, RandomPolicy
 from envs.trivial_policies import Constant, NoAnswer
 from ragen_pl.algorithms.advantages.group import LeaveOneOut
+from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
 from ragen_pl.data.datamodule import RolloutDataModule
@@ -26,6 +27,7 @@ from ragen_pl.modules.masking import Masks, compute_token_masks
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout import attempts as attempts_module
+from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.scripted import ScriptedResponder
@@ -220,6 +222,30 @@ def test_leave_one_out_compares_games_of_the_same_seat(lm, window):
         expected = one.reward - sum(other.reward for other in others) / 2
         own = credit.advantages[number][masks.loss[number]]
         assert own.tolist() == pytest.approx([expected] * len(own), abs=1e-6) and len(own)
+
+
+def test_a_rollout_ahead_is_shared_out_by_game(lm, monkeypatch):
+    context = ContextManager(lm)
+    rollout = BackgroundRollout(
+        proxy_of(KUHN, context=context),
+        ScriptedResponder(policy=RandomPolicy()),
+        SPECS,
+        seed_key=(0, "player"),
+    )
+    ahead = RolloutAhead(1, lambda trajectories: None)
+    ahead.begin(1, rollout, weights_of=0)
+    (whole,) = ahead.state_dict()
+    keys = [(one.group, one.member) for one in ahead.played(1).trajectories]
+    monkeypatch.setattr("ragen_pl.data.ahead.world_size", lambda: 2)
+    parts = []
+    for rank in range(2):
+        monkeypatch.setattr("ragen_pl.data.ahead.rank", lambda rank=rank: rank)
+        ahead.load_state_dict([whole])
+        own = ahead.played(1).trajectories
+        assert {one.game % 2 for one in own} == {rank} and {one.seat for one in own} == {0, 1}
+        parts.append([(one.group, one.member) for one in own])
+    # in the order of the rollout, which an exact resume depends on
+    assert parts == [[key for key in keys if key[0] // 2 % 2 == rank] for rank in range(2)]
 
 
 class Changing(KuhnPoker):
