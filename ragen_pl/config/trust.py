@@ -47,6 +47,8 @@ _SHIPPED = (
 )
 # keys whose value is always a name; the last one is LoRA's
 _NAMED = ("_target_", "env.target", "megatron_core")
+# the environment's, or those of a mixture
+_TARGET = re.compile(r"env(\.environments\.[^.]+)?\.target")
 # keys that have code of a model's repository run
 _RUNS_CODE = "trust_remote_code"
 # keys of Hydra's own that say how an object is built
@@ -235,7 +237,11 @@ def _problems(
             yield key, " tells the library that builds objects what to call"
         if "${" in value:
             yield shown, ": refers to another value"
-        is_name = key.endswith(_NAMED) or (_NAME.fullmatch(value) and not key.startswith(_TEXTS))
+        is_name = (
+            key.endswith(_NAMED)
+            or _TARGET.fullmatch(key)
+            or (_NAME.fullmatch(value) and not key.startswith(_TEXTS))
+        )
         if is_name and current(value) not in _shipped_names(shipped):
             yield shown, " names code or an address"
     texts = _shipped_texts(shipped)
@@ -264,12 +270,13 @@ def _components(
     for key, node in nodes:
         if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
             yield f"{key}._target_", node["_target_"], list(_texts(node, key))
-    env = settings.get("env")
-    if isinstance(env, Mapping) and isinstance(env.get("target"), str):
-        kwargs = env.get("kwargs")
-        # a configuration may have keys beside kwargs that these refer to
-        given = [*_texts(env, "env"), *_texts(kwargs, "env.kwargs")]
-        yield "env.target", env["target"], given
+    for key, env in nodes:
+        if _TARGET.fullmatch(f"{key}.target") and isinstance(env, Mapping):
+            target, kwargs = env.get("target"), env.get("kwargs")
+            # a configuration may have keys beside kwargs that these refer to
+            given = [*_texts(env, key), *_texts(kwargs, f"{key}.kwargs")]
+            if isinstance(target, str):
+                yield f"{key}.target", target, given
 
 
 def _texts(arguments: Any, key: str) -> Iterator[tuple[str, str, str]]:

@@ -367,9 +367,8 @@ def reinforce(
     last = LastWeights(run, blank_set=_blank_set(components) if validates else None)
     callbacks = [RolloutUpdate(), UnusedWeights(), summary, last, *build_named(cfg.callbacks)]
     if cfg.callbacks.get("best"):
-        # before the checkpoint of the iteration, which then holds their best scores
-        place = next(n for n, one in enumerate(callbacks) if isinstance(one, BestCheckpoint))
-        callbacks[place:place] = map(BestCheckpoint.of_environment, agent.environments)
+        # before all checkpoints: that of an iteration then holds their best scores
+        callbacks[1:1] = map(BestCheckpoint.of_environment, agent.environments)
     for callback in callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             callback.dirpath = str(run.checkpoints)
@@ -382,8 +381,7 @@ def reinforce(
         log_every_n_steps=1,
         default_root_dir=run.folder,
     )
-    digests = {one.name: one.digest() for one in components.validation_sets}
-    digest = " ".join(digests.values())
+    digest = " ".join(one.digest() for one in components.validation_sets)
     for logger in loggers:
         logger.log_hyperparams({"validation_digest": digest})
     trainer.fit(agent, datamodule=datamodule, ckpt_path=run.checkpoint, weights_only=not cfg.trust)
@@ -396,12 +394,7 @@ def reinforce(
     if trainer.is_global_zero:
         baselines = last.blank
         if validates:
-            for one in components.validation_sets:
-                alone = environment_configs(cfg).get(one.name, cfg)
-                scripted = baseline_metrics(alone.validation.baselines, one)
-                if one.environment:
-                    scripted = {f"{name}, {one.name}": row for name, row in scripted.items()}
-                baselines |= scripted
+            baselines = _scripted_baselines(components) | baselines
         for name, column in baselines.items():
             policy, _, environment = name.partition(", ")
             parts = [policy.replace(" ", "_"), *([environment] if environment else [])]
@@ -411,6 +404,17 @@ def reinforce(
         summary.show(trainer, references=baselines)
         write_metrics(metrics, run)
     return metrics
+
+
+def _scripted_baselines(components: RunComponents) -> dict[str, dict[str, float]]:
+    """Return the metrics of scripted policies by their names, in a mixture `<policy>, <environment>`."""
+    rows: dict[str, dict[str, float]] = {}
+    configs = environment_configs(components.cfg).values()
+    for cfg, one in zip(configs, components.validation_sets, strict=True):
+        own = baseline_metrics(cfg.validation.baselines, one)
+        place = f", {one.name}" if one.environment else ""
+        rows |= {f"{name}{place}": row for name, row in own.items()}
+    return rows
 
 
 def _blank_set(components: RunComponents) -> Callable[[], ValidationSet] | None:

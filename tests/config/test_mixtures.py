@@ -1,5 +1,7 @@
 """Configurations of several environments: their settings, and what is refused before a model is built."""
 
+from pathlib import Path
+
 import gymnasium
 import pytest
 from gymnasium import spaces
@@ -8,6 +10,7 @@ from ragen_pl.assembly.component_checks import check_components
 from ragen_pl.config import ConfigError, check_config
 from ragen_pl.config.composition import compose_overrides
 from ragen_pl.config.environments import environment_configs
+from ragen_pl.config.trust import check_settings
 from ragen_pl.environments.calls import make_environment
 from ragen_pl.environments.check import check_environments
 
@@ -131,3 +134,13 @@ def test_an_environment_that_does_not_report_success_is_refused():
 def test_other_commands_ask_for_one_of_the_environments():
     with pytest.raises(ConfigError, match="this command plays one environment; set env=frozenlake"):
         make_environment(mixture_of().env)
+
+
+@pytest.mark.parametrize("target", ["somebody.module.Env", "module:own/Env-v0", "own/Env-v0"])
+def test_an_environment_in_somebody_elses_file_is_not_taken_at_its_word(target):
+    own = {"target": target, "kwargs": {}}
+    settings = {"env": {"name": "mixture", "environments": {"lake": own}}}
+    with pytest.raises(ConfigError, match=r"env.environments.lake.target=.* names code"):
+        check_settings(settings, file=Path("config.yaml"), given=None)
+    own["target"] = "ragen_pl.envs:ragen/FrozenLake-v0"
+    check_settings(settings, file=Path("config.yaml"), given=None)
