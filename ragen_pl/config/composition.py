@@ -133,7 +133,13 @@ def _with_new_key(
         ConfigError: It is not; with the nearest key, or with the way to add it.
     """
     key, added, hint = missing.key, {}, ""
+    groups = group_names(folder)
     for line in lines:
+        choice, _, value = line.partition("=")
+        if choice in groups and key_of(line) == key and not value.startswith("{"):
+            raise ConfigError(
+                f"{line}: python -m ragen_pl.{name} has no group {choice}; --help shows its groups and keys"
+            )
         place, _, value = line.partition("=")
         place = place.replace("/", ".")
         is_above = f"{key}.".startswith(f"{place}.") and value.startswith("{")
@@ -158,7 +164,7 @@ def _with_new_key(
     if did_you_mean(own, names):
         raise ConfigError(unknown_key(key, names))
     check_config(cfg)
-    keys = [other for other, _ in leaves(cfg) if other != key]
+    keys = [other for other, _ in leaves(cfg) if not f"{other}.".startswith(f"{key}.")]
     raise ConfigError(f"{unknown_key(key, names, keys=keys)}{hint}")
 
 

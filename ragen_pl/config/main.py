@@ -139,8 +139,13 @@ def parsed(arguments: Sequence[str], *, config_name: str) -> argparse.Namespace:
         key = name.lstrip("-").replace("-", "_")
         options = [option for action in parser._actions for option in action.option_strings]
         folder = Path(args.config_path).resolve() if args.config_path else None
-        cfg = compose_overrides(config_name, [], directory=args.config_dir, folder=folder)
-        known = [known for known, _ in leaves(cfg) if f".{known}".endswith(f".{key}")]
+        try:
+            cfg = compose_overrides(config_name, [], directory=args.config_dir, folder=folder)
+        except ConfigError:
+            # a command that begins with a run's settings, which are read later
+            known = []
+        else:
+            known = [known for known, _ in leaves(cfg) if f".{known}".endswith(f".{key}")]
         option = "" if known else did_you_mean(name, options)
         setting = f"; settings have no dashes: {known[0] if known else key}={value or '…'}"
         raise ConfigError(f"{unknown[0]}: there is no such option{option or setting}")

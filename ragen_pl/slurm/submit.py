@@ -74,6 +74,11 @@ def submit(arguments: Sequence[str]) -> Path:
         ConfigError: A setting is wrong, or this machine has no sbatch.
     """
     args = parsed(options_first(arguments), config_name="fit")
+    if args.cfg or args.info or args.multirun:
+        raise ConfigError(
+            "a job is one run: python -m ragen_pl.fit shows its configuration (--cfg job), and dry_run=true the job's "
+            "file; submit the runs of a sweep one by one"
+        )
     own = [word for word in args.overrides if word.startswith(_OWN)]
     overrides = [word for word in args.overrides if word not in own]
     dry_run, settings = _own_settings(own)

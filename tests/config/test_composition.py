@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import gymnasium
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_pl.config import ConfigError
-from ragen_pl.config.composition import composed
+from ragen_pl.config.composition import compose_overrides, composed
+from ragen_pl.config.main import parsed
 from ragen_pl.config.overrides import overrides_of
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
@@ -109,6 +111,22 @@ def test_a_class_path_alone_is_an_environment_of_ones_own() -> None:
     # the settings of a shipped environment stay where it is chosen
     env = composed("fit", {"env": "frozenlake", "env.target": "envs.frozen_lake.FrozenLake"}).env
     assert env.name == "frozenlake"
+
+
+@pytest.mark.parametrize("command", ["watch", "page", "replay", "sync", "compare", "audit"])
+def test_a_group_that_a_command_does_not_have_is_named(command) -> None:
+    message = f"logger=none: python -m ragen_pl.{command} has no group logger; --help shows"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compose_overrides(command, ["logger=none"])
+    with pytest.raises(ConfigError, match="unknown key callbacks; ") as error:
+        compose_overrides("watch", ["callbacks.plots=null"])
+    assert "did you mean callbacks" not in str(error.value)
+
+
+@pytest.mark.parametrize("command", ["fit", "evaluate", "play", "watch"])
+def test_an_option_that_does_not_exist_is_named(command) -> None:
+    with pytest.raises(ConfigError, match=r"^--foo: there is no such option; did you mean --info"):
+        parsed(["--foo"], config_name=command)
 
 
 def opened_shop(tickets: int = 1) -> Shop:

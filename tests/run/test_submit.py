@@ -120,6 +120,11 @@ def test_a_dry_run_prints_the_file_only(sbatch, tmp_path, capsys):
         ("env=frozenlake slurm.gpus=8", "unknown key slurm.gpus: expected partition, account"),
         ("env=frozenlake slurm.signal_s=soon", "signal_s=soon: expected a whole number"),
         ("env=frozenlake dry_run=maybe", "dry_run=maybe: expected true or false"),
+        (
+            "env=frozenlake --cfg job",
+            "a job is one run: python -m ragen_pl.fit shows its configuration",
+        ),
+        ("-m env=frozenlake seed=0,1", "submit the runs of a sweep one by one"),
         ("env=frozenlake ckpt_path=last", "ckpt_path=last: a job that is requeued"),
         ("env=frozenlake rollout.groups=oops", "rollout.groups=oops: expected a whole number"),
         ("env=frozenlake trainer.strategy=deepspeed", "DeepSpeed .* set trainer.strategy=fsdp2"),
