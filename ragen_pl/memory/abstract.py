@@ -6,6 +6,7 @@ models do, and return fake tensors. So what a run would allocate can be counted 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
@@ -40,6 +41,9 @@ from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+# PyTorch logs the traceback of an operation that fails without data, and raises the error too
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 class UnknownSizesError(ValueError):

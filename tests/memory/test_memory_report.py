@@ -15,6 +15,7 @@ from ragen_pl.base.machine import GPUMemory, gpu_memory
 from ragen_pl.config import ConfigError
 from ragen_pl.memory import dry_run
 from ragen_pl.memory import plan as memory_plan
+from ragen_pl.memory.abstract import FakeMode
 from ragen_pl.memory.dry_run import is_for_gpu
 from ragen_pl.memory.live_memory import LiveMemory
 from ragen_pl.memory.plan import Counts, Sharding, device_of, plan_memory
@@ -293,3 +294,9 @@ def test_families_with_images_are_planned(model):
     plan = plan_memory(cfg)
     assert len(plan.workload.images) == 1
     assert plan.highest.total > 2 * plan.parameters
+
+
+def test_a_model_that_does_not_run_without_data_is_named_without_a_traceback(capfd):
+    with FakeMode(), pytest.raises(RuntimeError):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+    assert capfd.readouterr() == ("", "")
