@@ -6,6 +6,7 @@ it is needed: it loads MLflow meanwhile.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -144,6 +145,13 @@ def start_early() -> None:
     """Start the process of a run that will log to MLflow, which then loads MLflow while the run does other things."""
     if not _early and "mlflow" not in sys.modules:
         _early.append(MlflowProcess())
+        atexit.register(_end_early)
+
+
+def _end_early() -> None:
+    # of a run that has ended before it had a logger; the process would load MLflow to the end
+    while _early:
+        _early.pop().kill()
 
 
 def process_of_run() -> MlflowProcess | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -246,6 +249,19 @@ def test_a_process_with_mlflow_that_is_killed_is_replaced(run, caplog):
     assert [step for step, _ in points(run, "update/loss")] == [0, 1]
     process.end(limit_s=LIMIT_S)
     assert process._process.returncode == 0
+
+
+def test_a_process_with_mlflow_ends_with_a_run_that_had_no_use_for_it():
+    code = (
+        "from ragen_pl.tracking import mlflow_process\n"
+        "mlflow_process.start_early()\n"
+        "print(mlflow_process._early[0]._process.pid)\n"
+        "raise SystemExit(2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
 
 
 def test_files_outside_the_runs_folder_are_not_sent(run, tmp_path):
