@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,10 +56,19 @@ class Secrets:
         self.values = {name: os.environ[name] for name in names}
 
     def hidden_in(self, text: str) -> str:
-        """Return a text with the names in place of the values."""
-        for name, value in self.values.items():
-            if len(value) >= _SHORTEST_SECRET:
-                text = text.replace(value, f"${name}")
+        """Return a text, such as the JSON of a result, with the names in place of the values."""
+        written = [
+            (form, name)
+            for name, value in self.values.items()
+            if len(value) >= _SHORTEST_SECRET
+            for form in {
+                value,
+                *(json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False)),
+            }
+        ]
+        # a value may be a part of another one
+        for form, name in sorted(written, key=lambda each: -len(each[0])):
+            text = text.replace(form, f"${name}")
         return text
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 
+from ragen_pl.agent_programs.variables import Secrets
 from ragen_pl.data.collate import collate
 from ragen_pl.trajectory import EpisodeStatus
 
@@ -178,3 +180,16 @@ def test_a_variable_that_is_not_set_is_an_error():
 
     with pytest.raises(ValueError, match="variables_env has NO_SUCH_KEY: no such environment"):
         ProgramEnvironment(command=["a"], variables_env=["NO_SUCH_KEY"])
+
+
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_a_secret_is_hidden_as_json_writes_it_and_where_it_is_a_part_of_another(
+    monkeypatch, is_ascii
+):
+    values = {"KEY": '-----BEGIN\nMII"é\\=\n-----END', "USER_KEY": "abcd", "ADMIN_KEY": "abcdefgh"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    hidden_in = Secrets([*values]).hidden_in
+    text = json.dumps({"info": values}, ensure_ascii=is_ascii)
+    assert json.loads(hidden_in(text)) == {"info": {name: f"${name}" for name in values}}
+    assert hidden_in("\n".join(values.values())) == "$KEY\n$USER_KEY\n$ADMIN_KEY"
