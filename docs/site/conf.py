@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # What users call, configure and derive from. The other modules serve the commands.
@@ -41,3 +44,31 @@ html_extra_path = ["index.html"]  # leads to the README
 html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
+
+
+def with_other_pages(navigation: str, names: Iterable[str]) -> str:
+    """Return the text of the navigation with a last section of the pages of docs/ that it does not name.
+
+    Args:
+        navigation: Text of `docs/site/index.md`.
+        names: Pages, from the root of the repository and without suffix: `docs/training`.
+    """
+    named = re.findall(r"/(docs/[\w-]+)", navigation)
+    others = [
+        f"/{name}"
+        for name in sorted(names)
+        if name not in named and re.fullmatch(r"docs/[\w-]+", name)
+    ]
+    if not others:
+        return navigation
+    return "\n".join([navigation, "```{toctree}", ":caption: More", "", *others, "```", ""])
+
+
+def _read(app: Any, name: str, source: list[str]) -> None:
+    if name == root_doc:
+        source[0] = with_other_pages(source[0], app.env.found_docs)
+
+
+def setup(app: Any) -> None:
+    """Let new pages appear without an edit."""
+    app.connect("source-read", _read)

@@ -22,13 +22,17 @@ PAGES = [
 _FENCED = re.compile(r"^( *)(```+).*?^\1\2$", re.M | re.S)
 
 
-@pytest.fixture(scope="module")
-def links() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_links", SITE / "links.py")
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"site_{name}", SITE / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def links() -> ModuleType:
+    return loaded("links")
 
 
 def anchors(page: Path) -> set[str]:
@@ -74,10 +78,13 @@ def test_dead_links_of_pages_are_found(tmp_path: Path) -> None:
     assert found == ["#d", "c.md", ".", "../a.md#d"]
 
 
-def test_navigation_has_every_page() -> None:
-    named = re.findall(r"^(?:.*<)?/([\w/]+)>?$", (SITE / "index.md").read_text(), re.M)
-    pages = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]
-    assert sorted(named) == sorted([*pages, "docs/api/ragen_pl/index"])
+def test_navigation_has_every_page_once() -> None:
+    """A page that docs/site/index.md does not name is in the last section."""
+    names = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]
+    text = loaded("conf").with_other_pages((SITE / "index.md").read_text(), [*names, "docs/new"])
+    found = re.findall(r"^(?:.*<)?/([\w/-]+)>?$", text, re.M)
+    assert sorted(found) == sorted([*names, "docs/new", "docs/api/ragen_pl/index"])
+    assert "/docs/new\n" in text.partition(":caption: More")[2]
 
 
 def test_problems_of_a_site_are_found(links: ModuleType, tmp_path: Path) -> None:
