@@ -19,6 +19,7 @@ from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
 from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.data.failures import seats_without_turn, usable_episodes
 from ragen_pl.data.settings import IterationSettings
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
@@ -104,6 +105,14 @@ def test_a_seat_without_a_turn_has_no_trajectory_and_is_counted(lm):
     silent = 12 - len(trajectories)
     assert silent > 0 and data.metrics["seats_without_turn"] == silent
     assert data.metrics["failed"] == 0.0 and data.metrics["dropped_groups"] == 0.0
+
+
+def test_a_group_in_which_some_seats_had_no_turn_is_not_dropped():
+    played = [one for one in play(KUHN, RandomPolicy()) if one.group != 1 or one.member == 2]
+    assert sum(one.group == 1 for one in played) == 1
+    usable = usable_episodes(played, FailureSettings())
+    assert (usable.count, usable.dropped_groups) == (len(played), 0)
+    assert seats_without_turn(played) == 2
 
 
 class Paid(KuhnPoker):
