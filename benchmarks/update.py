@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,9 +21,12 @@ from torch import Tensor
 from ragen_pl.assembly.build import RunComponents, build_agent, build_datamodule, build_environments
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.microbatches import default_buckets, split_by_length
-from ragen_pl.environments.manager import EpisodeSpec
+from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.loops.rollout_update import RolloutUpdate
-from ragen_pl.rollout.scripted import ScriptedResponder
+from ragen_pl.prompts.context import ContextManager
+from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.rollout.scripted import ScriptedPolicy, ScriptedResponder
+from ragen_pl.rollout.settings import FailureSettings
 from ragen_pl.trajectory import Trajectory
 
 TARGET_PADDING = 0.10
@@ -52,14 +55,26 @@ class UpdateTimer(pl.Callback):
         self.phases.append(self.watch.take() | {"whole": whole})
 
 
+@dataclass
 class Played:
     """Stands where the DataModule has its proxy: the warm start's noisy policy plays, not the model."""
 
-    def __init__(self, parts: RunComponents) -> None:
-        self.environments, self.context = parts.proxy.environments, parts.proxy.context
-        self.failures = parts.proxy.failures
-        self._proxy = replace(parts.proxy, environments=build_environments(parts.cfg.env))
-        self._policy = instantiate(parts.cfg.warm_start.demonstrator)
+    environments: EnvironmentManager
+    context: ContextManager
+    failures: FailureSettings
+    proxy: AgentProxy[ContextManager]
+    policy: ScriptedPolicy
+
+    @classmethod
+    def of(cls, parts: RunComponents) -> Played:
+        """Return that of a run's components."""
+        return cls(
+            environments=parts.proxy.environments,
+            context=parts.proxy.context,
+            failures=parts.proxy.failures,
+            proxy=replace(parts.proxy, environments=build_environments(parts.cfg.env)),
+            policy=instantiate(parts.cfg.warm_start.demonstrator),
+        )
 
     def rollout(
         self,
@@ -70,8 +85,8 @@ class Played:
         progress: object = None,
     ) -> list[Trajectory]:
         """Play the episodes."""
-        return self._proxy.rollout(
-            ScriptedResponder(policy=self._policy), episode_specs, seed_key=seed_key
+        return self.proxy.rollout(
+            ScriptedResponder(policy=self.policy), episode_specs, seed_key=seed_key
         )
 
 
@@ -80,7 +95,7 @@ def run(window: str, args: argparse.Namespace) -> None:
     parts = build_components([*DEMONSTRATED, f"context.window={window}", *args.overrides])
     watch = Stopwatch(CLOCKS[args.clock])
     agent, datamodule = build_agent(parts), build_datamodule(parts)
-    datamodule.proxy = Played(parts)  # type: ignore[assignment]
+    datamodule.proxy = Played.of(parts)  # type: ignore[assignment]
     lengths: list[Tensor] = []
     trained = 0
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
-import gymnasium
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from ragen_pl.config.errors import ConfigError
@@ -107,6 +106,8 @@ def _remedy(key: str, value: object) -> str:
     if key != "env":
         path = f"{cls.__module__}.{cls.__qualname__}"
         return f"give an object as {{'_target_': '{path}', …}}, with its arguments"
+    import gymnasium  # loads numpy
+
     arguments = "and its arguments as **{'env.kwargs.NAME': …}"
     if isinstance(value, gymnasium.Wrapper) and value.spec is not None:
         return f"give its id, env='gym' and **{{'env.kwargs.id': '{value.spec.id}'}}"
