@@ -308,6 +308,11 @@ NEEDS_MORE = (
     *("metaworld", "miniwob", "miniworld", "openenv", "textarena", "textworld"),
 )
 
+NEEDS_A_VALUE = {
+    "custom": ("env.target=my_environments.GuessTheNumber",),
+    "mixture": ("env.environments={bandit: 1, frozenlake: 1}",),
+}
+
 
 def cases() -> dict[str, tuple[str, ...]]:
     """Return the overrides of every case by its name."""
@@ -319,8 +324,7 @@ def cases() -> dict[str, tuple[str, ...]]:
     for name in _options("env"):
         if name in NEEDS_MORE:
             continue
-        target = ("env.target=my_environments.GuessTheNumber",) if name == "custom" else ()
-        presets[f"env/{name}"] = (f"env={name}", *target)
+        presets[f"env/{name}"] = (f"env={name}", *NEEDS_A_VALUE.get(name, ()))
     for name in _options("experiment"):
         presets[f"experiment/{name}"] = (f"experiment={name}", *IMAGES)
     return presets | {f"extra/{name}": overrides for name, overrides in EXTRAS.items()}

@@ -39,7 +39,7 @@ from ragen_pl.trajectory import Trajectory
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "environment_catalog.md"
 IMAGES = ROOT / "docs" / "environments"
-LEFT_OUT = ("custom", "openenv")  # your own one, and one on a server
+LEFT_OUT = ("custom", "mixture", "openenv")  # your own one, several, and one on a server
 # extra and licence of the library that an environment plays, by a part of its target
 LIBRARIES = {
     "minigrid": ("minigrid", "Apache-2.0"),

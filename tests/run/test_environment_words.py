@@ -42,7 +42,10 @@ VOCABULARIES = {
     "web_shop": (667, "b4aa172c8e86bba4"),
 }
 PLAIN = (512, "039f90b254bc2f47")
-SHIPPED = sorted(file.stem for file in (config_dir() / "env").glob("*.yaml"))
+# the words of a mixture are those of its environments
+SHIPPED = sorted(
+    file.stem for file in (config_dir() / "env").glob("*.yaml") if file.stem != "mixture"
+)
 NEEDS_A_LIBRARY = {"metaworld", "miniwob", "miniworld", "textarena"}
 HERE = f"{__name__}.Opposites"
 
