@@ -24,7 +24,7 @@ from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, E
 from ragen_pl.prompts.parsing import parse_response
 
 CONF = Path(__file__).parents[2] / "conf" / "env"
-NEED_A_TARGET = {"custom", "openenv", "program"}
+NEED_A_TARGET = {"custom", "openenv", "program", "mixture"}
 HEAVY = {
     "arithmetic", "countdown", "metaworld", "mini_sudoku", "miniwob", "miniworld", "reasoning_gym",
     "textarena", "textworld", "word_problem",
