@@ -31,7 +31,6 @@ from ragen_pl.modules.masking import (
     record_importance,
 )
 from ragen_pl.modules.policy import PolicyModule, TokenScores
-from ragen_pl.modules.saliency import SaliencyReadout
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.sharding import gradients_inside
 from ragen_pl.trajectory import Role, Span
@@ -236,6 +235,8 @@ def _narrow_by_importance(
     microbatches: list[Tensor],
     statistics: ImportanceStatistics | None,
 ) -> None:
+    from ragen_pl.modules.saliency import SaliencyReadout
+
     assert masks.importance is not None
     samples = batch.samples
     with gradients_inside(policy):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,7 +22,9 @@ from ragen_pl.data.batch import Minibatch
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.modules.frozen import FINGERPRINTS, SavesTrainedWeights, without_frozen
-from ragen_pl.modules.tracing import StepTrace, trace_step
+
+if TYPE_CHECKING:
+    from ragen_pl.modules.tracing import StepTrace
 
 log = logging.getLogger(__name__)
 UPDATE = "update"
@@ -106,6 +108,9 @@ def repeat(module: Recordable, step: RecordedStep) -> list[StepTrace]:
         module: The module with the weights before the step. Its gradients are those of the last pass afterwards.
         step: The step.
     """
+    # of `replay` only
+    from ragen_pl.modules.tracing import trace_step
+
     traces = []
     for minibatch, state in zip(step.minibatches, step.random, strict=True):
         restore_random_state(state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -31,12 +32,12 @@ from ragen_pl.prompts.conversation import (
 from ragen_pl.prompts.encoding import TextEncoder, any_of, common_length
 from ragen_pl.prompts.native import NativeFormat
 from ragen_pl.prompts.rendering import window_messages
-from ragen_pl.prompts.requests import RequestPrompts
 from ragen_pl.prompts.rules import ContextRules
 from ragen_pl.trajectory import ChatRequest, Observation, Role
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.prompts.requests import RequestPrompts
 
 
 class ContextManager(ContextRules):
@@ -109,9 +110,7 @@ class ContextManager(ContextRules):
                 "context.leave_out.turns=0"
             )
         self._encoder = TextEncoder(bundle, max_tokens, bos_token_id=self.template.bos_token_id)
-        self._requests = RequestPrompts(
-            bundle, self._encoder, template_kwargs, max_tokens=max_tokens
-        )
+        self._template_kwargs = template_kwargs
         self._ends = frozenset(bundle.eos_token_ids)
         self._inner = any_of(self.template.inner)
         # the end-of-turn token with what the template writes before it, and the text after it
@@ -202,6 +201,15 @@ class ContextManager(ContextRules):
         exchange.results = [*map(self._encoder.bounded, exchange.results)]
         conversation.exchanges.append(exchange)
         return self.prompt(conversation)
+
+    @cached_property
+    def _requests(self) -> RequestPrompts:
+        # of agent programs only
+        from ragen_pl.prompts.requests import RequestPrompts
+
+        return RequestPrompts(
+            self.bundle, self._encoder, self._template_kwargs, max_tokens=self.max_tokens
+        )
 
     def observe_request(
         self, conversation: Conversation, request: ChatRequest, images: Sequence[np.ndarray]

@@ -9,7 +9,6 @@ from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.slot import TurnResult
 from ragen_pl.prompts.conversation import Context
 from ragen_pl.prompts.parsing import ParsedResponse, parse_response
-from ragen_pl.rollout.summaries import SummaryTurn
 from ragen_pl.rollout.turns import (
     Episode,
     PendingTurn,
@@ -42,6 +41,8 @@ class ActionTurn(PresentTurn):
         episode.temperature = settings.temperature
         episode.max_response_tokens = settings.max_response_tokens
         if context.compaction is not None:
+            from ragen_pl.rollout.summaries import SummaryTurn
+
             summary = SummaryTurn(settings=context.compaction, before=self)
             if summary.begin(episode, context, settings):
                 return True

@@ -25,7 +25,6 @@ from ragen_pl.prompts.conversation import Context
 from ragen_pl.rollout.actions import ActionTurn
 from ragen_pl.rollout.attempts import Attempts, RecordedResponse, ReplayingResponder, open_slots
 from ragen_pl.rollout.failures import FailureLog
-from ragen_pl.rollout.requests import RequestTurn
 from ragen_pl.rollout.responders import Responder
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
 from ragen_pl.rollout.stall import StallWatch
@@ -184,6 +183,9 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         assert observation is not None
         if observation.request is None:
             return ActionTurn()
+        # of agent programs only
+        from ragen_pl.rollout.requests import RequestTurn
+
         return RequestTurn(
             request=observation.request,
             images=observation.images,

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from ragen_pl.environments.slot import EnvironmentSlot, TurnResult
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import NO_IDS, Context, Conversation
 from ragen_pl.prompts.parsing import ParsedResponse, label_tokens
-from ragen_pl.rollout.chat_messages import Message, conversation_messages
 from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn, TurnKind, add_terms
+
+if TYPE_CHECKING:
+    from ragen_pl.rollout.chat_messages import Message
 
 
 def _empty_prompt() -> Prompt:
@@ -196,6 +198,8 @@ class PresentTurn(ABC):
             episode: The episode.
             window: Number of latest turns shown, or `"all"`.
         """
+        from ragen_pl.rollout.chat_messages import conversation_messages
+
         return conversation_messages(episode.conversation, window=window)
 
 

@@ -84,7 +84,8 @@ def test_scores_and_gradients_are_those_of_the_plain_computation(
     )
     for expected, found in zip(plain, scores, strict=False):
         torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradient(scores, own), gradient(plain, leaf), rtol=1e-5, atol=1e-6)
+    # the plain divergence is in float32, of log-probs below -100
+    torch.testing.assert_close(gradient(scores, own), gradient(plain, leaf), rtol=1e-4, atol=1e-5)
 
 
 def divergence_of(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
