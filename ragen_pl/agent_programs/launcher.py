@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -132,10 +133,21 @@ class ProgramLauncher:
                 start_new_session=True,
             )
         weakref.finalize(self, _end, process, control)
+        if hasattr(os, "waitid"):  # not on macOS before Python 3.13
+            threading.Thread(target=_kill_if_stopped, args=(process.pid,), daemon=True).start()
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
             raise RuntimeError("the supervisor of programs does not start; see its error above")
         return control
+
+
+def _kill_if_stopped(supervisor: int) -> None:
+    """Kill a supervisor that a program stops. Programs that are given to it would wait for ever."""
+    # its state is left to `_end`; an error is that `_end` has taken it
+    with suppress(ChildProcessError, ProcessLookupError):
+        state = os.waitid(os.P_PID, supervisor, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        if state is not None and state.si_code == os.CLD_STOPPED:
+            os.kill(supervisor, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:

@@ -306,10 +306,10 @@ report(reward=1)
     [
         "os.kill(keeper, signal.SIGKILL)",
         "os.kill(supervisor, signal.SIGKILL)",
-        "os.kill(supervisor, signal.SIGSTOP); os.kill(keeper, signal.SIGKILL)\n"
-        "    os.kill(supervisor, signal.SIGKILL)",
+        "os.kill(supervisor, signal.SIGSTOP)",
+        "os.kill(supervisor, signal.SIGSTOP); os.kill(keeper, signal.SIGKILL)",
     ],
-    ids=["keeper", "supervisor", "both"],
+    ids=["keeper", "supervisor", "supervisor_stopped", "both"],
 )
 def test_a_program_that_kills_what_watches_it_ends_with_its_episode(play, script, tmp_path, kill):
     """With what it has started in sessions of their own; the next episodes are played."""
