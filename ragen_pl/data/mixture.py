@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ragen_pl.algorithms.mixture import MixtureSchedule
 from ragen_pl.base.checked import checked
+from ragen_pl.base.restoring import restore
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.curriculum import TaskChoice
 from ragen_pl.data.demonstrations import DemonstrationDataModule, WarmStartDataModule
@@ -20,7 +21,7 @@ from ragen_pl.trajectory import Trajectory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedEnvironment:
-    """What an environment of a mixture has of its own in training; its other settings are its manager's.
+    """Settings of an environment of a mixture in training; the others are its manager's.
 
     Attributes:
         share: Share of the groups and of the loss; 0 for an environment that is validated alone.
@@ -101,7 +102,7 @@ class Mixture(TaskChoice):
         for name, curriculum in self._curricula():
             own = self._own(name, groups=groups, iteration=iteration)
             played = [
-                replace(one, group=own.index(one.group % groups))
+                replace(one, group=one.seats * own.index(one.game % groups) + one.seat)
                 for one in trajectories
                 if one.environment == name
             ]
@@ -138,7 +139,7 @@ class Mixture(TaskChoice):
         curricula: Mapping[str, Mapping[str, object]] = state["curricula"]  # type: ignore[assignment]
         for name, curriculum in self._curricula():
             if name in curricula:
-                curriculum.load_state_dict(curricula[name])
+                restore(curriculum, curricula[name], key=f"env.environments.{name}.curriculum")
 
 
 class MixedDemonstrationDataModule(WarmStartDataModule):

@@ -6,7 +6,7 @@ from support.episodes.trajectories import make_trajectory, make_turn
 
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.data import datamodule
-from ragen_pl.data.curriculum import Curriculum
+from ragen_pl.data.curriculum import Curriculum, TaskSampling
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.mixture import MixedEnvironment, Mixture
 from ragen_pl.data.settings import IterationSettings
@@ -158,6 +158,35 @@ def test_a_curriculum_goes_by_the_episodes_of_its_environment():
     resumed = make()
     resumed.load_state_dict(mixed.state_dict())
     assert resumed.metrics(2) == mixed.metrics(2)
+
+
+def test_both_seats_of_a_game_count_for_the_curriculum_of_its_environment():
+    mixed = mixture(curriculum=Curriculum(stages=FAR, above=0.5, fraction=0.5, window=1))
+    # games 0 and 2 are of the lake
+    played = [
+        make_trajectory(
+            make_turn(actions=["Up"], success=game % 2 == 0),
+            group=2 * game + seat,
+            seat=seat,
+            seats=2,
+            success=game % 2 == 0,
+            environment=("lake", "bandit")[game % 2],
+        )
+        for game in range(4)
+        for seat in range(2)
+    ]
+    mixed.observe_played(played, groups=4, iteration=0, seed=0)
+    assert mixed.metrics(1) == {"lake/curriculum_stage": 1.0}
+
+
+def test_another_kind_of_curriculum_begins_anew(caplog):
+    staged = mixture(curriculum=Curriculum(stages=FAR, above=0.5, fraction=0.5))
+    sampled = mixture(curriculum=TaskSampling(stages=FAR))
+    sampled.load_state_dict(staged.state_dict())
+    assert (
+        "env.environments.lake.curriculum: the checkpoint has the state of another" in caplog.text
+    )
+    assert sampled.metrics(0) == mixture(curriculum=TaskSampling(stages=FAR)).metrics(0)
 
 
 def test_a_checkpoint_of_other_shares_is_refused():
