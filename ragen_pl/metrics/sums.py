@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -49,13 +50,14 @@ class NamedSums(Metric):
             raise KeyError(
                 f"{type(self).__name__} has no sums named {sorted(unknown)}; it has {self.names}"
             )
+        numbers = _numbers(values)
         for number, name in enumerate(self.names):
-            if name in values:
-                self.sums[number] += float(values[name])
+            if name in numbers:
+                self.sums[number] += numbers[name]
         for number, name in enumerate(self.maximum_names):
-            if name in values:
+            if name in numbers:
                 # NaN stays NaN
-                self.maxima[number] = largest(float(self.maxima[number]), float(values[name]))
+                self.maxima[number] = largest(float(self.maxima[number]), numbers[name])
 
     def totals(self) -> dict[str, float]:
         """Return sums and maxima by name."""
@@ -85,6 +87,20 @@ class NamedSums(Metric):
             self.maxima += torch.tensor(
                 state[len(self.names) :], dtype=torch.float64, device=self.maxima.device
             )
+
+
+def _numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Return scalars as numbers, with one wait for each device that some are on."""
+    numbers: dict[str, float] = {}
+    on_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            on_device[value.device][name] = value.detach().double().reshape(())
+        else:
+            numbers[name] = float(value)
+    for tensors in on_device.values():
+        numbers |= zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True)
+    return numbers
 
 
 def ratio(total: float, count: float) -> float:

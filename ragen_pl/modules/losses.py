@@ -520,7 +520,5 @@ class UpdateLoss:
             "kl_tokens": of_turn.sum((0, 1)),
         }
         for name, values in by_turn.items():
-            # read one by one, which on a GPU would wait each time
-            on_cpu = values.cpu()
-            sums |= {f"{name}_turn_{turn + 1}": on_cpu[turn] for turn in range(TURNS)}
+            sums |= {f"{name}_turn_{turn + 1}": values[turn] for turn in range(TURNS)}
         return self.kl.coefficient * penalty, sums
