@@ -17,7 +17,7 @@ from ragen_pl.base.phases import wide_console
 from ragen_pl.callbacks.access import mlflow_loggers, record_logger, run_folder
 from ragen_pl.metrics.proportions import wilson
 from ragen_pl.metrics.record import RecordReader
-from ragen_pl.metrics.shown import VALIDATED
+from ragen_pl.metrics.shown import VALIDATED, environments_in
 
 _FAILED = "failed_episodes"
 # Columns of a log, which has no width of its own; rich's default of 80 would wrap the table.
@@ -88,15 +88,6 @@ def _validations(trainer: pl.Trainer) -> list[dict[str, float]]:
         for point in points
         if point.metrics
     ]
-
-
-def environments_in(metrics: Mapping[str, float]) -> list[str]:
-    """Return the environments of a mixture that have metrics, `<environment>/success` and others.
-
-    >>> environments_in({"success": 0.5, "lake/success": 0.5, "lake/return": 0.5, "reward/shop": 1.0})
-    ['lake']
-    """
-    return sorted(name.removesuffix("/success") for name in metrics if name.endswith("/success"))
 
 
 def summary_table(rows: Mapping[str, Mapping[str, float]]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 VALIDATED = (
     ("success", "success", 3),
@@ -86,6 +87,18 @@ _PREFIXES = (REWARD_PART, "val/reward/", *(prefix for _, prefix in FAMILIES))
 
 # of an environment of a mixture
 _OF_ENVIRONMENT = re.compile(r"(?:val|rollout)/[\w-]+/(?:success|return|episodes)")
+
+
+def environments_in(names: Iterable[str]) -> list[str]:
+    """Return the environments of a mixture that have a success among a validation's metrics, in alphabetical order.
+
+    A part of the reward is `reward/<part>`.
+
+    >>> environments_in(["success", "lake/success", "lake/return", "reward/shop", "reward/success"])
+    ['lake']
+    """
+    parts = [name.split("/") for name in names]
+    return sorted({one[0] for one in parts if one[1:] == ["success"] and one[0] != "reward"})
 
 
 def is_drawn(name: str) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ragen_pl.base.files import atomic_write
 from ragen_pl.metrics.proportions import wilson
 from ragen_pl.metrics.record import Row
-from ragen_pl.metrics.shown import PHASES
+from ragen_pl.metrics.shown import PHASES, environments_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,17 +52,14 @@ def draw_plots(rows: Sequence[Row], folder: Path, *, title: str) -> list[Path]:
     if any("val/success" in row or "rollout/success" in row for row in rows):
         plots["learning_by_iteration.png"] = partial(_learning, rows=rows, by="iteration")
         plots["learning_by_time.png"] = partial(_learning, rows=rows, by="elapsed_s")
-    if names := _environments(rows):
+    validated = [
+        name.removeprefix("val/") for row in rows for name in row if name.startswith("val/")
+    ]
+    if names := environments_in(validated):
         plots["success_by_environment.png"] = partial(_by_environment, rows=rows, names=names)
     if any(_is_timed(row) for row in rows):
         plots["time_by_phase.png"] = partial(_phases, rows=rows)
     return [_figure(folder / name, title, draw) for name, draw in plots.items()]
-
-
-def _environments(rows: Sequence[Row]) -> list[str]:
-    """Return the environments of a mixture that have a validation."""
-    parts = [name.split("/") for row in rows for name in row if name.endswith("/success")]
-    return sorted({part[1] for part in parts if len(part) == 3 and part[0] == "val"})
 
 
 def _by_environment(axes: Axes, *, rows: Sequence[Row], names: Sequence[str]) -> None:
