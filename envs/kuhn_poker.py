@@ -120,7 +120,7 @@ class KuhnPoker(TwoPlayerGame):
 
 
 def payoff(cards: tuple[int, int], history: str) -> float:
-    """Return what the first seat wins at the end of a game.
+    """Return the reward of the first seat at the end of a game.
 
     >>> [payoff((2, 0), "bb"), payoff((2, 0), "pbp"), payoff((0, 1), "pp"), payoff((0, 1), "bp")]
     [2.0, -1.0, -1.0, 1.0]

@@ -73,7 +73,7 @@ class TwoPlayerGame(Environment):
 
     @abstractmethod
     def observe(self, seat: int) -> Observation:
-        """Return what the player of a seat sees now."""
+        """Return the present observation of a seat."""
 
     @abstractmethod
     def legal_actions(self) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# What users call, configure and derive from. The other modules serve the commands.
+# Modules that users call, configure and derive from. The others serve the commands.
 PUBLIC = (
     "__init__.py", "api.py", "trajectory.py", "algorithms", "rewards", "data", "modules", "loops", "metrics",
     "callbacks", "engines",

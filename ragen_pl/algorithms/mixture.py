@@ -17,7 +17,7 @@ from ragen_pl.algorithms.whitening import AllReduce, whiten
 
 
 class Place(NamedTuple):
-    """What a group of a run plays.
+    """Environment of a group of a run.
 
     Attributes:
         environment: Number of its environment.
@@ -57,7 +57,7 @@ class MixtureSchedule:
         self._places: list[Place] = []
 
     def place(self, group: int) -> Place:
-        """Return what a group of the run plays.
+        """Return the environment of a group of the run.
 
         Args:
             group: Number of the group in the run, from 0.

@@ -19,10 +19,7 @@ from ragen_pl.config.environments import environment_configs, environment_nodes,
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.datamodule import RolloutDataModule
-from ragen_pl.data.demonstrations import (
-    DemonstrationDataModule,
-    WarmStartDataModule,
-)
+from ragen_pl.data.demonstrations import DemonstrationDataModule, WarmStartDataModule
 from ragen_pl.data.settings import (
     IterationSettings,
     RecordSettings,

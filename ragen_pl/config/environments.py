@@ -14,7 +14,7 @@ Compose = Callable[[list[str]], DictConfig]
 """Composes a run's configuration from overrides."""
 
 _KEY = "env.environments"
-# of an environment's file, beside the node `env`: what an environment of a mixture has of its own
+# keys of an environment's file, beside the node `env`, that an environment of a mixture has of its own
 _OWN = {
     "validation": ("episodes", "held_out", "baselines"),
     "warm_start": ("episodes", "stages", "demonstrator"),
@@ -55,7 +55,7 @@ def with_environments(cfg: DictConfig, compose: Compose) -> DictConfig:
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg.env.environments = own
-    # what the context must have room for
+    # the context must have room for each
     cfg.rollout.max_response_tokens = max(one["max_response_tokens"] for one in own.values())
     return cfg
 

@@ -68,7 +68,7 @@ class OneEnvironment(TypedDict, total=False):
 
 
 class MixedValidation(TypedDict, total=False):
-    """What an environment of a mixture has of `validation`.
+    """Keys of `validation` that an environment of a mixture has.
 
     Attributes:
         episodes: Episodes of its validation set.
@@ -82,7 +82,7 @@ class MixedValidation(TypedDict, total=False):
 
 
 class MixedWarmStart(TypedDict, total=False):
-    """What an environment of a mixture has of `warm_start`.
+    """Keys of `warm_start` that an environment of a mixture has.
 
     Attributes:
         episodes: Number of its demonstrations over all ranks.

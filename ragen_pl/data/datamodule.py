@@ -26,12 +26,7 @@ from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import TrajectoryBatch
 from ragen_pl.data.collate import as_dummy_batch, collate
 from ragen_pl.data.curriculum import TaskChoice
-from ragen_pl.data.failures import (
-    UsableEpisodes,
-    seats_without_turn,
-    too_few,
-    usable_episodes,
-)
+from ragen_pl.data.failures import UsableEpisodes, seats_without_turn, too_few, usable_episodes
 from ragen_pl.data.group_selection import GroupSelection, select_groups
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.rollout_module import AsyncRolloutModule, RolloutModule
@@ -157,11 +152,12 @@ class RolloutDataModule(MinibatchDataModule):
                     number, groups=self.settings.groups, iteration=iteration
                 )
                 key = (environment, count, attempt)
+            seed = derive_seed(self.seed, "environment", *key)
             specs += [
                 EpisodeSpec(
                     group=group,
                     member=member,
-                    seed=derive_seed(self.seed, "environment", *key),
+                    seed=seed,
                     options=options,
                     held_out=False,
                     environment=environment,

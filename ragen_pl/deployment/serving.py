@@ -13,12 +13,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.agent_programs.serving.server import AgentServer
 from ragen_pl.agent_programs.serving.session import Event, EventKind, Session, SessionLimits
-from ragen_pl.assembly.build import (
-    build_context,
-    build_engine,
-    device_named,
-    episode_settings,
-)
+from ragen_pl.assembly.build import build_context, build_engine, device_named, episode_settings
 from ragen_pl.assembly.weights import load_bundle
 from ragen_pl.config.settings import read_settings
 from ragen_pl.deployment.answering import PolicyAnswers

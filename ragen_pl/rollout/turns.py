@@ -33,7 +33,7 @@ def _empty_prompt() -> Prompt:
 
 @dataclass(kw_only=True, slots=True)
 class Seat:
-    """What belongs to one seat of an episode under way; an environment without several has one.
+    """Conversation and turns of a seat of an episode under way; an environment without several has one.
 
     Attributes:
         conversation: Context of the seat.

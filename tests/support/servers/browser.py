@@ -132,18 +132,18 @@ async def _visits(server: str, addresses: Sequence[str], shows: str) -> dict[str
 
 def _note(message: Mapping[str, Any], page: Visited) -> None:
     """Keep what a message of the browser says of a page."""
-    told = message.get("params", {})
+    params = message.get("params", {})
     match message.get("method"):
         case "Network.requestWillBeSent":
-            page.requests.append(told["request"]["url"])
+            page.requests.append(params["request"]["url"])
         case "Network.loadingFailed":
-            page.errors.append(told["errorText"])
+            page.errors.append(params["errorText"])
         case "Runtime.exceptionThrown":
-            page.errors.append(str(told["exceptionDetails"]))
-        case "Runtime.consoleAPICalled" if told["type"] == "error":
-            page.errors.append(str(told["args"]))
-        case "Log.entryAdded" if told["entry"]["level"] == "error":
-            page.errors.append(told["entry"]["text"])
+            page.errors.append(str(params["exceptionDetails"]))
+        case "Runtime.consoleAPICalled" if params["type"] == "error":
+            page.errors.append(str(params["args"]))
+        case "Log.entryAdded" if params["entry"]["level"] == "error":
+            page.errors.append(params["entry"]["text"])
 
 
 def _flags(profile: Path) -> list[str]:
