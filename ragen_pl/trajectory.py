@@ -288,6 +288,8 @@ class Turn:
         kept_counts: int32 `[response]`, number of these ids of each token, 0 for all ids.
         response_values: float32 `[response]`, the critic's value of the state before each token; None where the engine
             has read none.
+        teacher_prompt_ids: int64 `[prompt]`, the prompt with which a teacher reads the response; None for the policy's.
+        teacher_images: Images of that prompt; None where there is none.
     """
 
     observation: Observation
@@ -318,14 +320,14 @@ class Turn:
     response_values: np.ndarray | None = None
     prompt_roles: np.ndarray | None = None
     potential: float | None = None
+    teacher_prompt_ids: np.ndarray | None = None
+    teacher_images: list[np.ndarray] | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # a pickle of an earlier version has fewer fields
         said = state[1]["info"].get("success")
         added = {"success": None if said is None else bool(said), "kind": _former_kind(state[1])}
-        read = dict.fromkeys(
-            ("kept_ids", "kept_counts", "response_values", "prompt_roles", "potential")
-        )
+        read = dict.fromkeys(_LATER)
         for name, value in (added | read | state[1]).items():
             if name not in _FORMER:
                 setattr(self, name, value)
@@ -422,6 +424,16 @@ class Trajectory:
         return float(sum(turn.reward for turn in self.turns))
 
 
+# of a turn's pickle, what earlier versions lack
+_LATER = (
+    "kept_ids",
+    "kept_counts",
+    "response_values",
+    "prompt_roles",
+    "potential",
+    "teacher_prompt_ids",
+    "teacher_images",
+)
 # of a turn's pickle in an earlier version
 _FORMER = ("advances", "trained", "call_id", "history")
 

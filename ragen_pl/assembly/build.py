@@ -41,6 +41,7 @@ from ragen_pl.modules.settings import CriticSettings, OptimizationSettings
 from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import Context
+from ragen_pl.prompts.hint import Hint
 from ragen_pl.rollout.proxy import AgentProxy, truncation_of
 from ragen_pl.rollout.settings import EpisodeSettings, FailureSettings
 from ragen_pl.tracking.loggers import KeepsRecord, RecordLogger
@@ -87,13 +88,14 @@ def assemble(cfg: DictConfig) -> RunComponents:
             record_states=estimator.needs_states,
             record_potentials=estimator.needs_potentials
             or OmegaConf.select(alone, "algorithm.rewards.shaping") is not None,
+            record_plans=loss.hint is not None and "plan" in loss.hint.fields,
             max_response_tokens=alone.rollout.max_response_tokens,
         )
         for name, alone in of_environments.items()
     }
     mixed = is_mixture(cfg.env)
     environments = _mixed(managers) if mixed else managers[cfg.env.name]
-    proxy = build_proxy(cfg.rollout, environments=environments, context=context)
+    proxy = build_proxy(cfg.rollout, environments=environments, context=context, hint=loss.hint)
     engine = engine_class(cfg.rollout.engine)
     if engine is not None and engine.in_place:
         # the engine refuses here what it can't run, and not after a warm start
@@ -146,7 +148,7 @@ def build_validation_set(
     environments = build_environments(env, record_states=True, **changes)
     return ValidationSet(
         environment or HELD_OUT,
-        replace(proxy, environments=environments),
+        replace(proxy, environments=environments, hint=None),
         episodes=episodes,
         keeps_states=keeps_states,
         environment=environment is not None,
@@ -206,13 +208,22 @@ def build_context(bundle: ModelBundle, context: DictConfig) -> ContextManager:
 
 
 def build_proxy(
-    rollout: DictConfig, *, environments: EnvironmentManager, context: ContextT, **changes: Any
+    rollout: DictConfig,
+    *,
+    environments: EnvironmentManager,
+    context: ContextT,
+    hint: Hint | None = None,
+    **changes: Any,
 ) -> AgentProxy[ContextT]:
     """Build the proxy that plays by the node `rollout`, with `changes` to its settings."""
     settings = replace(episode_settings(rollout), **changes)
     failures = read_settings(FailureSettings, rollout.get("failures") or OmegaConf.create())
     return AgentProxy(
-        environments=environments, context=context, failures=failures, **vars(settings)
+        environments=environments,
+        context=context,
+        hint=hint,
+        failures=failures,
+        **vars(settings),
     )
 
 
@@ -451,7 +462,7 @@ def _demonstrations(
         max_response_tokens=cfg.rollout.max_response_tokens,
     )
     return DemonstrationDataModule(
-        replace(proxy, environments=environments),
+        replace(proxy, environments=environments, hint=None),
         policy=instantiate(cfg.warm_start.demonstrator),
         settings=read_settings(WarmStartSettings, cfg.warm_start),
         update=read_settings(UpdateSettings, cfg["update"]),

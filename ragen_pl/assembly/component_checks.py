@@ -146,6 +146,8 @@ def _run_facts(
         iterations_ahead=cfg.rollout.iterations_ahead,
         loss=loss,
         callbacks=tuple(callbacks),
+        compacts=cfg.context.get("compaction") is not None,
+        hinted=loss.hint is not None,
     )
 
 

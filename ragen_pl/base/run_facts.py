@@ -33,6 +33,8 @@ class RunFacts:
         loss: Loss of the updates.
         callbacks: Callbacks of the run, in order.
         environments: Number of environments.
+        compacts: Whether summaries replace a full history.
+        hinted: Whether the reference reads hints that the policy does not.
     """
 
     group_size: int
@@ -56,6 +58,8 @@ class RunFacts:
     loss: object
     callbacks: tuple[object, ...]
     environments: int = 1
+    compacts: bool = False
+    hinted: bool = False
 
     def require_groups(self, component: object, *, key: str) -> None:
         """Check that a group has several episodes, which a component compares.

@@ -194,6 +194,8 @@ class TrajectoryBatch:
     """RGB images, each uint8 `[height, width, 3]`; the model's processor turns them into its inputs when it runs."""
     final: Samples | None = None
     """Prompts after the last turn of truncated episodes, in the order of `episode`."""
+    hinted: Samples | None = None
+    """The same responses behind the prompts of a teacher that reads hints, until it has scored them."""
     reference: Tensor | None = None
     """The reference policy's log-probs of the sampled tokens, float32 `[tokens]`, or its states `[tokens, hidden]`."""
     kl_weight: Tensor | None = None
@@ -214,18 +216,20 @@ class TrajectoryBatch:
         state = {each.name: getattr(self, each.name) for each in fields(self)}
         state["samples"] = _tensors(self.samples)
         state["episodes"] = _tensors(self.episodes)
-        state["final"] = None if self.final is None else _tensors(self.final)
+        for name, samples in (("final", self.final), ("hinted", self.hinted)):
+            state[name] = None if samples is None else _tensors(samples)
         state["kept_ids"] = None if self.kept_ids is None else _tensors(self.kept_ids)
         return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """Return the batch of a `state_dict`."""
-        final = state["final"]
+        final, hinted = state["final"], state.get("hinted")
         parts = {
             "samples": _samples(state["samples"]),
             "episodes": Episodes(**_with_later_columns(state["episodes"])),
             "final": None if final is None else _samples(final),
+            "hinted": None if hinted is None else _samples(hinted),
         }
         return cls(**{**_current(state), **parts})
 

@@ -39,24 +39,33 @@ class _Response(NamedTuple):
     turn: Turn
 
 
-def split_into_samples(trajectory: Trajectory, episode: int) -> list[_Draft]:
+def split_into_samples(
+    trajectory: Trajectory, episode: int, *, hinted: bool = False
+) -> list[_Draft]:
     """Divide the trained turns among samples: one whose prompt continues a sample is appended to it.
 
     Among several samples a turn continues the longest, among equal ones the latest. A turn that continues none, or one
     that has gone on another way since, starts a new sample. So each response is trained on once, in the sample that it
     was sampled in, and is context in others. Untrained responses are context where prompts contain them. Nothing is
     encoded here: a sample holds the ids that the engine was given and sampled.
+
+    Args:
+        trajectory: The episode.
+        episode: Its number.
+        hinted: Whether prompts are those of a teacher that reads hints.
     """
     drafts: list[_Draft] = []
     for number, turn in enumerate(trained_turns(trajectory)):
-        shown = turn.prompt_ids, turn.prompt_images, turn.prompt_patches
-        draft = _longest_continued(reversed(drafts), *shown)
+        ids, images, patches = turn.prompt_ids, turn.prompt_images, turn.prompt_patches
+        if hinted and turn.teacher_prompt_ids is not None:
+            ids, images, patches = turn.teacher_prompt_ids, turn.teacher_images or [], None
+        draft = _longest_continued(reversed(drafts), ids, images, patches)
         if draft is None:
-            draft = _Draft(episode, turn.prompt_ids, [])
+            draft = _Draft(episode, ids, [])
             drafts.append(draft)
-        draft.responses.append(_Response(len(turn.prompt_ids), number, turn))
-        draft.ids = np.concatenate([turn.prompt_ids, turn.response_ids])
-        draft.images, draft.patches = turn.prompt_images, turn.prompt_patches
+        draft.responses.append(_Response(len(ids), number, turn))
+        draft.ids = np.concatenate([ids, turn.response_ids])
+        draft.images, draft.patches = images, patches
     return drafts
 
 
@@ -105,6 +114,7 @@ def collate(
     observations: bool = False,
     text: bool = False,
     shares: Mapping[str, float] | None = None,
+    hinted: bool = False,
 ) -> TrajectoryBatch:
     """Build the batch of the `usable` trajectories.
 
@@ -115,6 +125,7 @@ def collate(
         observations: Label the text between system prompt and responses too, as `Span.SHOWN` (RICO).
         text: Label the environment's text that follows a response, in `Samples.text` (ECHO).
         shares: Share of each environment of a mixture, by name; None where there is one environment.
+        hinted: Add the samples of a teacher that reads hints.
 
     Raises:
         ValueError: With `observations`, an episode has several samples or an untrained turn; with `text`, the roles of
@@ -123,11 +134,12 @@ def collate(
     all_weights = weights if weights is not None else [1.0] * len(trajectories)
     pairs = [pair for pair in zip(trajectories, all_weights, strict=True) if usable(pair[0])]
     kept = [trajectory for trajectory, _ in pairs]
-    drafts = [
-        draft
-        for number, trajectory in enumerate(kept)
-        for draft in split_into_samples(trajectory, number)
-    ]
+
+    def split(*, hinted: bool = False) -> list[_Draft]:
+        parts = (split_into_samples(one, number, hinted=hinted) for number, one in enumerate(kept))
+        return [draft for part in parts for draft in part]
+
+    drafts = split()
     if text:
         _show_final_text(drafts, kept)
     # members of a group share their first image, and more while they do the same
@@ -150,6 +162,7 @@ def collate(
         if trajectory.status is EpisodeStatus.TRUNCATED and trajectory.final_prompt_ids is not None
     ]
     final_samples = _samples(final, images, bundle) if final else None
+    hinted_samples = _samples(split(hinted=True), images, bundle) if hinted else None
     terms = sorted(
         {name for trajectory in kept for turn in trajectory.turns for name in turn.reward_terms}
     )
@@ -158,6 +171,7 @@ def collate(
         episodes=_episodes(kept, [weight for _, weight in pairs], terms, [*(shares or {})]),
         images=images.tensors(),
         final=final_samples,
+        hinted=hinted_samples,
         kept_ids=sampled_from,
         terms=tuple(terms),
         shares=dict(shares or {}),

@@ -353,6 +353,12 @@ class RolloutDataModule(MinibatchDataModule):
         failure_statistics = FailureStatistics()
         failure_statistics.update(trajectories)
         self.metrics = failure_statistics.compute() | self._played_metrics(trajectories)
+        if self.metrics.get("hinted_fraction") == 0:
+            raise RolloutError(
+                "algorithm.loss.kl.hint: no turn of the iteration has a hint, so the teacher would read what the "
+                "policy reads; let plan() and describe() of the environment return a text (of a lake: "
+                "env.kwargs.plans=true), or set algorithm.loss.kl.hint=null"
+            )
         self.metrics["dropped_groups"] = float(usable.dropped_groups)
         resent = None if self._engine is None else resent_by(self._engine)
         if resent is not None:
@@ -387,6 +393,7 @@ class RolloutDataModule(MinibatchDataModule):
             observations=self.observations,
             text=self.text,
             shares=None if self.mixture is None else self.mixture.shares,
+            hinted=self.proxy.hint is not None,
         )
         return as_dummy_batch(batch) if selection.is_dummy else batch
 

@@ -70,6 +70,7 @@ class EnvironmentManager:
             that they and training keep the environment's distribution; None for no such fraction.
         record_states: Whether turns record the `state_key()` they begin in.
         record_potentials: Whether turns record the `potential()` of the state they begin in.
+        record_plans: Whether slots have the `plan()` of their state.
         blank_images: Whether images are replaced by gray ones, to measure what an agent does without them.
         rules: Rules in place of the environment's own, for `context.system_prompt=instructions`; None for these.
         max_response_tokens: Longest response in the environments of a mixture; None for `rollout.max_response_tokens`.
@@ -95,6 +96,7 @@ class EnvironmentManager:
         held_out_fraction: HeldOutFraction | None = None,
         record_states: bool = False,
         record_potentials: bool = False,
+        record_plans: bool = False,
         blank_images: bool = False,
         rules: str | None = None,
         max_response_tokens: Count | None = None,
@@ -121,6 +123,7 @@ class EnvironmentManager:
             states=record_states,
             relations=bool(self.prompt_format.statements),
             potentials=record_potentials,
+            plans=record_plans,
         )
         self._make = environment_maker(target, process=process, memory_mb=memory_mb)
         self._workers: EnvironmentWorkers[Any] = EnvironmentWorkers(workers, timeout_s=timeout_s)

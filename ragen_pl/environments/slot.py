@@ -92,6 +92,7 @@ class EnvironmentSlot:
         action_names: Name of each action, by index; None where actions are free text.
         state_key: Key of the present state, where it is recorded.
         potential: Potential of the present state, where it is recorded.
+        plan: Plan in the present state, where it is recorded.
         state_description: The environment's description of the present state.
         relations: Positions of things, in formats that ask for statements.
         reward_range: Lowest and highest reward of a step, where they are declared.
@@ -112,6 +113,7 @@ class EnvironmentSlot:
     action_names: Sequence[str] | None = ()
     state_key: str | None = None
     potential: float | None = None
+    plan: str | None = None
     state_description: str | None = None
     relations: list[Relation] | None = None
     reward_range: tuple[float, float] | None = None
@@ -159,12 +161,14 @@ class SlotReader:
         states: Whether `state_key()` is recorded.
         relations: Whether the positions of things are read.
         potentials: Whether `potential()` is recorded.
+        plans: Whether `plan()` is recorded.
     """
 
     answers: AnswerReader
     states: bool
     relations: bool
     potentials: bool = False
+    plans: bool = False
 
     def begin(self, slot: EnvironmentSlot, answer: object) -> None:
         """Read the answer of a reset into a slot."""
@@ -197,5 +201,7 @@ class SlotReader:
             slot.state_key = members.state_key()
         if self.potentials:
             slot.potential = members.potential()
+        if self.plans:
+            slot.plan = members.plan()
         if self.relations:
             slot.relations = members.relations()

@@ -59,6 +59,8 @@ _SUMS = (
     "predictions",
     "prediction_agreement",
     "summaries",
+    "teacher_prompts",
+    "hinted",
     "requests",
     "joined",
     *(f"not_joined_{reason}" for reason in DIFFERENCES),
@@ -88,6 +90,7 @@ METRICS: Final = (
     "summaries",
     "samples_per_episode",
     "joined_fraction",
+    "hinted_fraction",
     "success_reported",
 )
 """Names of the metrics that `RolloutStatistics.compute` returns, which the config reads from the source."""
@@ -165,6 +168,7 @@ class RolloutStatistics(NamedSums):
         that have.
         `success_reported` is 0 where no step of any episode said whether the task is solved, and is left out elsewhere.
         `group_success` is the fraction of groups of several episodes with one that was solved: pass@k for groups of k.
+        `hinted_fraction` is the fraction of turns whose prompt a teacher reads with a hint.
         `truncated` is the fraction of episodes that a limit from outside cut, such as that of the context.
         `reward/<name>` is the mean over episodes of a named part of the environment's reward. `not_joined_<reason>` is
         the number of programs' requests that were rendered as a whole, by the first of `DIFFERENCES`.
@@ -197,6 +201,7 @@ class RolloutStatistics(NamedSums):
             "group_return_std": ("group_std", "groups"),
             "group_success": ("solved_groups", "groups"),
             "joined_fraction": ("joined", "requests"),
+            "hinted_fraction": ("hinted", "teacher_prompts"),
         }
         metrics |= {
             name: ratio(total[summed], total[count])
@@ -266,6 +271,9 @@ def _add_turn(sums: dict[str, float], turn: Turn) -> None:
         sums["joined"] += turn.kind.history == JOINED
         if turn.kind.history in DIFFERENCES:
             sums[f"not_joined_{turn.kind.history}"] += 1
+    if turn.teacher_prompt_ids is not None:
+        sums["teacher_prompts"] += 1
+        sums["hinted"] += not np.array_equal(turn.teacher_prompt_ids, turn.prompt_ids)
     if turn.state_description is not None:
         sums["described_states"] += 1
         sums["correct_thoughts"] += _describes(turn.think, turn.state_description)

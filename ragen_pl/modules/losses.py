@@ -28,6 +28,7 @@ from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
 from ragen_pl.modules.reference import InitialPolicy, Reference, divergence
+from ragen_pl.prompts.hint import Hint
 from ragen_pl.trajectory import Role
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class ReferenceKL:
             outcome; None for all.
         top_k_of: Whose most likely tokens these are.
         weights: Weights of tokens by their turn and by how sure the reference is; None for 1 each.
+        hint: What the reference reads in place of observations, so that it knows more than the policy; None for the
+            policy's prompts.
 
     Raises:
         ValueError: The penalty is in the reward with another estimator than k1 or with `clip_norm`, in the loss with a
@@ -87,6 +90,7 @@ class ReferenceKL:
     top_k: Count | None = None
     top_k_of: Literal["policy", "reference"] = "policy"
     weights: DivergenceWeights | None = None
+    hint: Hint | None = None
 
     def __post_init__(self) -> None:
         if self.weights is not None and not self.estimator.over_vocabulary:
@@ -246,6 +250,11 @@ class UpdateLoss:
         return None if self.kl is None else self.kl.reference
 
     @property
+    def hint(self) -> Hint | None:
+        """What the reference reads in place of observations; None for the policy's prompts."""
+        return None if self.kl is None else self.kl.hint
+
+    @property
     def reads_reference_head(self) -> bool:
         """Whether the divergence is computed with the head of the reference."""
         return self.kl is not None and self.kl.estimator.over_vocabulary
@@ -320,8 +329,9 @@ class UpdateLoss:
         if self.echo is not None:
             self.echo.check_run(facts)
         reference: object = self.reference
-        if isinstance(reference, ChecksRun):
-            reference.check_run(facts)
+        for component in (reference, self.hint):
+            if isinstance(component, ChecksRun):
+                component.check_run(facts)
         if self.whiten and facts.baseline is not None:
             facts.refuse_whitening(facts.estimator, scope=facts.baseline)
 

@@ -106,6 +106,12 @@ class Masks:
                 "undivided sequence, else a text is trained on once for each turn that shows it; "
                 "set context.window=all"
             )
+        if self.observations and facts.hinted:
+            raise ValueError(
+                "algorithm.loss.kl.hint with algorithm.masks.observations=true: the teacher reads other texts than the "
+                "policy, and has no distribution at those that are shown; set algorithm.masks.observations=false, or "
+                "algorithm.loss.kl.hint=null"
+            )
         if self.observations and facts.left_out_turns:
             raise ValueError(
                 f"context.leave_out.turns={facts.left_out_turns}: algorithm.masks.observations=true trains on the "

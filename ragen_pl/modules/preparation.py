@@ -104,7 +104,12 @@ def prepare_batch(
     samples, loss, layout = batch.samples, scorer.loss, CreditLayout.of(batch)
     loss.check_division(layout, batch.episodes.advances)
     microbatches = with_equal_count(split_for_scoring(samples.length, tokens_per_forward))
-    reference = scorer.vocabulary_reference(samples, batch.images, microbatches=microbatches)
+    # a teacher that reads hints has other prompts before the same responses
+    read, its_microbatches = samples, microbatches
+    if batch.hinted is not None:
+        read, batch.hinted = batch.hinted, None
+        its_microbatches = with_equal_count(split_for_scoring(read.length, tokens_per_forward))
+    reference = scorer.vocabulary_reference(read, batch.images, microbatches=its_microbatches)
     in_reward = loss.kl is not None and loss.kl.changes_rewards
     scores = None
     if score:
@@ -113,7 +118,7 @@ def prepare_batch(
         loss.report_rows(rows=len(samples), episodes=len(batch.episodes.turns))
     if reference is None:
         reference = scorer.token_reference(
-            samples, batch.images, microbatches=microbatches, kept_ids=batch.kept_ids
+            read, batch.images, microbatches=its_microbatches, kept_ids=batch.kept_ids
         )
 
     scorer.bootstrap(batch, tokens_per_forward=tokens_per_forward)

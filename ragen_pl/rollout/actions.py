@@ -38,6 +38,14 @@ class ActionTurn(PresentTurn):
         episode.prompt = context.observe(
             episode.conversation, episode.slot.observation, max_turns=settings.max_turns
         )
+        teacher = episode.seats[episode.seat].teacher
+        if settings.hint is not None and teacher is not None:
+            hinted = settings.hint.observation(
+                episode.slot.observation,
+                state=episode.slot.state_description,
+                plan=episode.slot.plan,
+            )
+            episode.teacher_prompt = context.observe(teacher, hinted, max_turns=settings.max_turns)
         episode.temperature = settings.temperature
         episode.max_response_tokens = settings.max_response_tokens
         if context.compaction is not None:
@@ -48,8 +56,10 @@ class ActionTurn(PresentTurn):
                 return True
         fits = episode.fits(context)
         if not fits and not episode.trajectory.turns:
+            teachers = 0 if episode.teacher_prompt is None else len(episode.teacher_prompt.ids)
+            longest = max(len(episode.prompt.ids), teachers)
             raise RolloutError(
-                f"the first prompt has {len(episode.prompt.ids)} tokens and a response may have "
+                f"the first prompt has {longest} tokens and a response may have "
                 f"{settings.max_response_tokens}, more than context.max_tokens={context.max_tokens}; raise it"
             )
         return fits

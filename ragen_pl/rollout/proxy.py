@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from ragen_pl.base.checked import checked
@@ -22,6 +23,7 @@ from ragen_pl.environments.manager import (
 )
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import Context
+from ragen_pl.prompts.hint import Hint
 from ragen_pl.rollout.actions import ActionTurn
 from ragen_pl.rollout.attempts import Attempts, RecordedResponse, ReplayingResponder, open_slots
 from ragen_pl.rollout.failures import FailureLog
@@ -66,12 +68,15 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
     Attributes:
         environments: Creates, resets and steps the environments.
         context: Turns observations and responses into prompts.
+        hint: What a teacher reads in place of observations, in the rollouts of training; None without a teacher that
+            reads hints.
         failures: Attempts at episodes whose environment fails.
         failure_log: Logs the errors of those that are given up.
     """
 
     environments: EnvironmentManager
     context: ContextT
+    hint: Hint | None = None
     failures: FailureSettings = field(default_factory=FailureSettings)
     failure_log: FailureLog = field(default_factory=FailureLog)
 
@@ -142,14 +147,18 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         for number, slot in enumerate(slots):
             manager = self.environments.of(slot)
             instructions, tools = manager.instructions(slot), manager.tools(slot)
-            conversations = [
-                self.context.start(instructions, tools=tools) for _ in range(slot.seats)
-            ]
+            start = partial(self.context.start, instructions, tools=tools)
+            conversations = [start() for _ in range(slot.seats)]
+            has_teacher = self.hint is not None and responder.samples
             episode = Episode(
                 number=number,
                 slot=slot,
                 seats=[
-                    Seat(conversation=one, trajectory=new_trajectory(slot, one, seat=seat))
+                    Seat(
+                        conversation=one,
+                        trajectory=new_trajectory(slot, one, seat=seat),
+                        teacher=start() if has_teacher else None,
+                    )
                     for seat, one in enumerate(conversations)
                 ],
                 turn=ActionTurn(),
@@ -173,6 +182,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
             max_turns=manager.max_turns,
             max_response_tokens=self.response_limit(manager),
             temperature=self._temperature(episode),
+            hint=self.hint,
         )
         if not episode.turn.begin(episode, self.context, settings):
             self._end(episode, EpisodeStatus.TRUNCATED)

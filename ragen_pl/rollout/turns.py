@@ -20,6 +20,7 @@ from ragen_pl.engines.protocol import Generation, Prompt
 from ragen_pl.environments.slot import EnvironmentSlot, TurnResult
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.prompts.conversation import NO_IDS, Context, Conversation
+from ragen_pl.prompts.hint import Hint
 from ragen_pl.prompts.parsing import ParsedResponse, label_tokens
 from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn, TurnKind, add_terms
 
@@ -39,11 +40,13 @@ class Seat:
         conversation: Context of the seat.
         trajectory: Turns of the seat.
         owed: Reward that came before its first turn.
+        teacher: The same conversation with hints; None without a teacher that reads them.
     """
 
     conversation: Conversation
     trajectory: Trajectory
     owed: float = 0.0
+    teacher: Conversation | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,6 +64,7 @@ class Episode:
         seed_key: Counters that the seeds of the episode's turns start with.
         samples: Whether its responses are sampled.
         prompt: Prompt of the present turn.
+        teacher_prompt: Prompt with which a teacher reads the response; None for the policy's.
         temperature: Temperature of the present turn.
         truncation: Ids that sampling keeps; None for all.
         done: Whether the episode has ended.
@@ -75,6 +79,7 @@ class Episode:
     seed_key: tuple[int | str, ...]
     samples: bool = True
     prompt: Prompt = field(default_factory=_empty_prompt)
+    teacher_prompt: Prompt | None = None
     temperature: float = 1.0
     truncation: Truncation | None = None
     seat: int = 0
@@ -102,8 +107,10 @@ class Episode:
         return derive_seed(*self.seed_key, *seat, self.slot.turn, *self.turn.purpose)
 
     def fits(self, context: Context) -> bool:
-        """Return whether the prompt and the longest response of the present turn fit into the context."""
-        return len(self.prompt.ids) + self.max_response_tokens <= context.max_tokens
+        """Return whether its prompts and the longest response of the present turn fit into the context."""
+        prompts = (self.prompt, self.teacher_prompt)
+        longest = max(len(prompt.ids) for prompt in prompts if prompt is not None)
+        return longest + self.max_response_tokens <= context.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,11 +121,13 @@ class TurnSettings:
         max_turns: Largest number of turns.
         max_response_tokens: Longest response.
         temperature: Sampling temperature.
+        hint: What a teacher reads in place of the observation; None for nothing else.
     """
 
     max_turns: int
     max_response_tokens: int
     temperature: float
+    hint: Hint | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -276,18 +285,24 @@ def add_turn(pending: PendingTurn, result: TurnResult) -> Turn:
         kept_counts=generation.kept_counts,
         response_values=generation.values,
     )
+    if episode.teacher_prompt is not None:
+        turn.teacher_prompt_ids = episode.teacher_prompt.ids
+        turn.teacher_images = episode.teacher_prompt.images
     episode.trajectory.turns.append(turn)
     return turn
 
 
 def respond(pending: PendingTurn, turn: Turn) -> None:
-    """Add the response of a turn to its conversation."""
-    pending.episode.conversation.respond(
-        ids=turn.response_ids,
-        text=turn.response_text,
-        actions=turn.actions,
-        calls=pending.parsed.calls,
-    )
+    """Add the response of a turn to its conversation, and to the teacher's."""
+    seat = pending.episode.seats[pending.episode.seat]
+    for conversation in (seat.conversation, seat.teacher):
+        if conversation is not None:
+            conversation.respond(
+                ids=turn.response_ids,
+                text=turn.response_text,
+                actions=turn.actions,
+                calls=pending.parsed.calls,
+            )
 
 
 def _charged(terms: Mapping[str, float], *, trained: bool) -> dict[str, float]:

@@ -91,8 +91,15 @@ def play(
     if agent.loss.echo is not None:
         context.record_roles()
     proxy = AgentProxy(
-        environments=EnvironmentManager(target=target, invalid_ends=False, max_turns=3),
+        environments=EnvironmentManager(
+            target=target,
+            kwargs={"plans": True},
+            invalid_ends=False,
+            max_turns=3,
+            record_plans=agent.loss.hint is not None,
+        ),
         context=context,
+        hint=agent.loss.hint,
         max_response_tokens=9,
         temperature=temperature,
         num_envs=num_envs,
@@ -112,7 +119,8 @@ def play(
 def build_batch(agent: AgentModule, **changes) -> TrajectoryBatch:
     """Batch of the agent's update."""
     played, text = play(agent, **changes), agent.loss.echo is not None
-    return agent.prepare(collate(played, agent.policy.bundle, text=text))
+    hinted = agent.loss.hint is not None
+    return agent.prepare(collate(played, agent.policy.bundle, text=text, hinted=hinted))
 
 
 def build_minibatch(batch: TrajectoryBatch) -> Minibatch:
