@@ -391,6 +391,7 @@ def _mixture(cfg: DictConfig) -> Mixture | None:
     if not is_mixture(cfg.env):
         return None
 
+    from ragen_pl.data.curriculum import SamplingRule
     from ragen_pl.data.mixture import MixedEnvironment, Mixture
 
     return Mixture(
@@ -401,7 +402,10 @@ def _mixture(cfg: DictConfig) -> Mixture | None:
                 rewards=build_named(alone.algorithm.get("rewards")),
             )
             for name, alone in environment_configs(cfg).items()
-        }
+        },
+        sampling=None
+        if cfg.env.get("sampling") is None
+        else read_settings(SamplingRule, cfg.env.sampling),
     )
 
 

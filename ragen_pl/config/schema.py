@@ -122,9 +122,11 @@ class Environment(OneEnvironment, TypedDict, total=False):
 
     Attributes:
         environments: Environments of a mixture by name, in place of a `target` (`env=mixture`).
+        sampling: Rule by which the groups of a mixture are sampled, by success; null for shares that stay.
     """
 
     environments: dict[str, Annotated[MixedEnvironment, _MIXED_MANAGER, _MIXED]]
+    sampling: Annotated[dict[str, Any], Arguments("ragen_pl.data.curriculum.SamplingRule")] | None
 
 
 class Algorithm(TypedDict, total=False):

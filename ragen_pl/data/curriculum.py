@@ -203,16 +203,13 @@ class Curriculum(TaskChoice):
 
 @checked
 @dataclass(kw_only=True)
-class TaskSampling(TaskChoice):
-    """Sample the tasks of an iteration's groups by how well they were solved, or by how fast that changes.
+class SamplingRule:
+    """Rule by which tasks are sampled: how well they were solved, or how fast that changes.
 
-    A task is a set of reset options. Its score is the mean success of its episodes in an iteration. The groups are
-    divided by systematic sampling with an offset from the run's seed and the iteration, so a task has its share of
-    them, rounded up or down. See `task_probabilities` for the rules and their sources.
+    The score of a task is the mean success of its episodes in an iteration. See `task_probabilities` for the rules and
+    their sources.
 
     Attributes:
-        stages: Reset options of each task, none for the environment's own initial states:
-            `[{max_distance: 2}, {min_distance: 3}]`.
         rule: `pools` by the last score, `learnability` by p (1 - p) of the last score p, `progress` by the distance of
             a fast and a slow average of the scores.
         thresholds: Highest score of each pool, in rising order.
@@ -222,12 +219,11 @@ class TaskSampling(TaskChoice):
         floor: Part of the groups that is divided evenly, without which unseen tasks starve.
 
     Raises:
-        ValueError: There are fewer than two tasks, the pools do not fit, or `slow` is not below `fast`.
+        ValueError: The pools do not fit, or `slow` is not below `fast`.
     """
 
     needs_trust = ()
 
-    stages: Sequence[Mapping[str, object]]
     rule: Rule = "learnability"
     thresholds: Sequence[Fraction] = (0.25, 0.75, 1.0)
     pool_weights: Sequence[NonNegative] = (0.2, 1.0, 0.2)
@@ -236,8 +232,6 @@ class TaskSampling(TaskChoice):
     floor: SharedPart = 0.1
 
     def __post_init__(self) -> None:
-        if len(self.stages) < 2:
-            raise ValueError(f"stages: found {list(self.stages)}, expected two or more")
         thresholds = [*self.thresholds]
         rising = thresholds and thresholds == sorted(set(thresholds)) and thresholds[-1] == 1.0
         if not rising or len(thresholds) != len(self.pool_weights):
@@ -247,33 +241,127 @@ class TaskSampling(TaskChoice):
             )
         if not 0 < self.slow < self.fast:
             raise ValueError(f"slow={self.slow} with fast={self.fast}: expected 0 < slow < fast")
-        self.scores = [TaskScore() for _ in self.stages]
+
+
+class SampledTasks:
+    """Tasks of the groups of each iteration, sampled by their scores.
+
+    The groups are divided by systematic sampling with an offset from the run's seed and the iteration, so a task has
+    its share of them, rounded up or down.
+
+    Args:
+        rule: Rule of the probabilities.
+        weights: Factor of each task's probability, 0 for one that is never played.
+    """
+
+    def __init__(self, rule: SamplingRule, weights: Sequence[float]) -> None:
+        self.rule, self.weights = rule, [*weights]
+        self.scores = [TaskScore() for _ in self.weights]
         # probabilities from an iteration on, the present ones and those before them
         self._since = [(0, self._probabilities())]
 
     def _probabilities(self) -> list[float]:
-        return task_probabilities(
+        rule = self.rule
+        found = task_probabilities(
             self.scores,
-            rule=self.rule,
-            thresholds=self.thresholds,
-            pool_weights=self.pool_weights,
-            floor=self.floor,
+            rule=rule.rule,
+            thresholds=rule.thresholds,
+            pool_weights=rule.pool_weights,
+            floor=rule.floor,
         )
+        weighted = [one * weight for one, weight in zip(found, self.weights, strict=True)]
+        return [one / sum(weighted) for one in weighted]
 
     def probabilities(self, iteration: int) -> list[float]:
         """Return the probability of each task in the present iteration or in the one before."""
         return next(values for first, values in reversed(self._since) if first <= iteration)
 
-    def tasks(self, *, groups: int, iteration: int, seed: int) -> list[int]:
+    def of_groups(self, *, groups: int, iteration: int, seed: int) -> list[int]:
         """Return the number of each group's task."""
         offset = derive_seed(seed, "task", iteration) / 2**48
         return drawn_tasks(self.probabilities(iteration), draws=groups, offset=offset)
+
+    def observe(
+        self, played: Sequence[tuple[int, Trajectory]], *, iteration: int, key: str
+    ) -> None:
+        """Score the tasks that were played. All ranks must call it.
+
+        Args:
+            played: This rank's episodes with the numbers of their tasks.
+            iteration: Number of the iteration.
+            key: Setting that samples, for the error.
+
+        Raises:
+            RolloutError: No step says whether the task is solved.
+        """
+        sums = torch.zeros(len(self.scores), 3, dtype=torch.float64)
+        for task, one in played:
+            if one.status is not EpisodeStatus.FAILED:
+                silent = one.says_success is False
+                columns = [1.0, float(one.success), float(silent)]
+                sums[task] += torch.tensor(columns, dtype=torch.float64)
+        counts, solved, silent_ones = sum_over_ranks(sums).T.tolist()
+        if sum(counts) and sum(silent_ones) == sum(counts):
+            raise RolloutError(
+                f"{key} goes by success, and no step of the environment sets info['success']; set it, or "
+                f"{key.partition(':')[0]}=null"
+            )
+        for score, count, success in zip(self.scores, counts, solved, strict=True):
+            if count:
+                score.add(success / count, fast=self.rule.fast, slow=self.rule.slow)
+        self._since = [*self._since[-1:], (iteration + 1, self._probabilities())]
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state that a resumed run needs."""
+        return {
+            "scores": [[score.last, score.fast, score.slow] for score in self.scores],
+            "since": [[first, [*values]] for first, values in self._since],
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore `state_dict`."""
+        scores: list[list[float | None]] = state["scores"]  # type: ignore[assignment]
+        self.scores = [TaskScore(*values) for values in scores]
+        since: list[tuple[int, list[float]]] = state["since"]  # type: ignore[assignment]
+        self._since = [(first, [*values]) for first, values in since]
+
+
+@checked
+@dataclass(kw_only=True)
+class TaskSampling(SamplingRule, TaskChoice):
+    """Sample the tasks of an iteration's groups by how well they were solved, or by how fast that changes.
+
+    A task is a set of reset options. See `SamplingRule`, whose keys it has, and `SampledTasks`.
+
+    Attributes:
+        stages: Reset options of each task, none for the environment's own initial states:
+            `[{max_distance: 2}, {min_distance: 3}]`.
+        tasks: The tasks with their scores.
+
+    Raises:
+        ValueError: There are fewer than two tasks.
+    """
+
+    needs_trust = ()
+
+    stages: Sequence[Mapping[str, object]]
+
+    def __post_init__(self) -> None:
+        if len(self.stages) < 2:
+            raise ValueError(f"stages: found {list(self.stages)}, expected two or more")
+        SamplingRule.__post_init__(self)
+        self.tasks = SampledTasks(self, [1.0] * len(self.stages))
+
+    def probabilities(self, iteration: int) -> list[float]:
+        """Return the probability of each task in the present iteration or in the one before."""
+        return self.tasks.probabilities(iteration)
 
     def options_for(
         self, group: int, *, groups: int, iteration: int, seed: int
     ) -> Mapping[str, object] | None:
         """Return the reset options of a group's task, None for the environment's own initial states."""
-        return self.stages[self.tasks(groups=groups, iteration=iteration, seed=seed)[group]] or None
+        tasks = self.tasks.of_groups(groups=groups, iteration=iteration, seed=seed)
+        return self.stages[tasks[group]] or None
 
     def observe_played(
         self, trajectories: Sequence[Trajectory], *, groups: int, iteration: int, seed: int
@@ -283,24 +371,9 @@ class TaskSampling(TaskChoice):
         Raises:
             RolloutError: No step says whether the task is solved.
         """
-        tasks = self.tasks(groups=groups, iteration=iteration, seed=seed)
-        sums = torch.zeros(len(self.stages), 3, dtype=torch.float64)
-        for one in trajectories:
-            if one.status is not EpisodeStatus.FAILED:
-                silent = one.says_success is False
-                columns = [1.0, float(one.success), float(silent)]
-                sums[tasks[one.game % groups]] += torch.tensor(columns, dtype=torch.float64)
-        sums = sum_over_ranks(sums)
-        counts, solved, silent_ones = sums.T.tolist()
-        if sum(counts) and sum(silent_ones) == sum(counts):
-            raise RolloutError(
-                "curriculum: TaskSampling goes by success, and no step of the environment sets info['success']; set "
-                "it, or curriculum=null"
-            )
-        for score, count, success in zip(self.scores, counts, solved, strict=True):
-            if count:
-                score.add(success / count, fast=self.fast, slow=self.slow)
-        self._since = [*self._since[-1:], (iteration + 1, self._probabilities())]
+        tasks = self.tasks.of_groups(groups=groups, iteration=iteration, seed=seed)
+        played = [(tasks[one.game % groups], one) for one in trajectories]
+        self.tasks.observe(played, iteration=iteration, key="curriculum: TaskSampling")
 
     def metrics(self, iteration: int) -> dict[str, float]:
         """Return the probability of each task."""
@@ -309,10 +382,7 @@ class TaskSampling(TaskChoice):
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a resumed run needs."""
-        return {
-            "scores": [[score.last, score.fast, score.slow] for score in self.scores],
-            "since": [[first, [*values]] for first, values in self._since],
-        }
+        return self.tasks.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore `state_dict`. Scores of another number of tasks are left with a line."""
@@ -323,6 +393,4 @@ class TaskSampling(TaskChoice):
                 "set; their scores begin anew"
             )
             return
-        self.scores = [TaskScore(*values) for values in scores]
-        since: list[tuple[int, list[float]]] = state["since"]  # type: ignore[assignment]
-        self._since = [(first, [*values]) for first, values in since]
+        self.tasks.load_state_dict(state)

@@ -138,7 +138,11 @@ class RolloutDataModule(MinibatchDataModule):
             iteration: Number of the iteration, from 0.
             attempt: Number of earlier rollouts of the iteration; their groups have the lower numbers.
         """
-        specs = []
+        specs, starts = [], list[tuple[str, int]]()
+        if self.mixture is not None:
+            starts = self.mixture.starts(
+                groups=self.settings.groups, iteration=iteration, seed=self.seed
+            )
         for number in range(rank(), self.settings.groups, world_size()):
             options, group = None, attempt * self.settings.groups + number
             if self.curriculum is not None:
@@ -147,10 +151,8 @@ class RolloutDataModule(MinibatchDataModule):
                 )
             environment: str | None = None
             key: tuple[int | str, ...] = (iteration, group)
-            if self.mixture is not None:
-                environment, count = self.mixture.start(
-                    number, groups=self.settings.groups, iteration=iteration
-                )
+            if starts:
+                environment, count = starts[number]
                 key = (environment, count, attempt)
             seed = derive_seed(self.seed, "environment", *key)
             specs += [
@@ -210,7 +212,7 @@ class RolloutDataModule(MinibatchDataModule):
             self.curriculum.observe_played(
                 trajectories, groups=self.settings.groups, iteration=iteration, seed=self.seed
             )
-        batch = self._collated(selection)
+        batch = self._collated(selection, iteration)
         if self._ahead.max_staleness:
             staleness = 0 if played is None else played.staleness
             self.metrics["staleness"] = staleness / attempts
@@ -384,7 +386,7 @@ class RolloutDataModule(MinibatchDataModule):
                 metrics |= {f"{name}/{metric}": value for metric, value in values.items()}
         return metrics
 
-    def _collated(self, selection: GroupSelection) -> TrajectoryBatch:
+    def _collated(self, selection: GroupSelection, iteration: int) -> TrajectoryBatch:
         bundle = self.proxy.context.bundle
         batch = collate(
             selection.trajectories,
@@ -392,7 +394,7 @@ class RolloutDataModule(MinibatchDataModule):
             weights=selection.weights,
             observations=self.observations,
             text=self.text,
-            shares=None if self.mixture is None else self.mixture.shares,
+            shares=None if self.mixture is None else self.mixture.shares_in(iteration),
             hinted=self.proxy.hint is not None,
         )
         return as_dummy_batch(batch) if selection.is_dummy else batch

@@ -53,7 +53,7 @@ class MixtureSettings:
         if not any(own.share > 0 for own in env.environments.values()):
             yield f"{key}: every share is 0, and nothing would be trained; set one above 0"
         for name in env:
-            if name not in ("name", "visual", "prompt_format", "environments", "words"):
+            if name not in ("name", "visual", "prompt_format", "environments", "words", "sampling"):
                 yield f"env.{name}: is not read in a mixture; set it in one of {key}, such as {{share: 1, {name}: …}}"
         for name, own in env.environments.items():
             place = f"{key}.{name}"

@@ -219,7 +219,7 @@ def test_a_curriculum_of_another_kind_or_size_begins_anew(caplog):
     for iteration in range(2):
         stages.observe(1.0, iteration=iteration)
     tasks = TaskSampling(stages=TASKS)
-    tasks.scores[0].last = 0.5
+    tasks.tasks.scores[0].last = 0.5
     fewer = Curriculum(stages=TASKS[:2], above=0.5, fraction=0.5)
     restore(fewer, stages.state_dict(), key="curriculum")
     assert (stages.stage(9), fewer.stage(9)) == (2, 1) and not caplog.messages

@@ -1,12 +1,15 @@
 """Several environments in one run: what each group plays, by which settings, from which seeds."""
 
+from collections import Counter
+
 import pytest
 from support.episodes.small_lakes import FAR, Module
 from support.episodes.trajectories import make_trajectory, make_turn
 
 import envs  # noqa: F401 - registers the environments
+from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data import datamodule
-from ragen_pl.data.curriculum import Curriculum, TaskSampling
+from ragen_pl.data.curriculum import Curriculum, SamplingRule, TaskSampling
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.mixture import MixedEnvironment, Mixture
 from ragen_pl.data.settings import IterationSettings
@@ -214,3 +217,76 @@ def test_an_episode_of_no_environment_is_refused(lm):
     spec.environment = None
     with pytest.raises(KeyError, match="found environment None"):
         environments.open([spec])
+
+
+def sampled(lm, *, solves=(), rule="learnability", groups=6, **shares):
+    """Return the module of a mixture that samples, whose episodes are solved in some environments."""
+
+    def solve(trajectories, **_):
+        for one in trajectories:
+            one.success = one.environment in solves or (one.environment in half and one.member == 0)
+            for turn in one.turns:
+                turn.success = one.success
+
+    half = {name.removeprefix("half ") for name in solves if name.startswith("half ")}
+    mixed = Mixture(
+        {
+            "lake": MixedEnvironment(share=shares.get("lake", 1.0), rewards=[solve]),
+            "bandit": MixedEnvironment(share=shares.get("bandit", 1.0), rewards=[solve]),
+        },
+        SamplingRule(rule=rule),
+    )
+    return data_of(lm, mixed, groups=groups), mixed
+
+
+def counts_of(played):
+    return Counter(one.environment for one in played if one.member == 0)
+
+
+def test_groups_go_where_success_says_that_there_is_most_to_learn(lm):
+    data, mixed = sampled(lm, solves=("half lake",))
+    first, second = (data.collect(number, Module(lm)) for number in range(2))
+    # nothing is known at first; then p (1 - p) is 0.25 in the lake and 0 for a bandit that is never solved
+    assert counts_of(first) == {"lake": 3, "bandit": 3}
+    assert mixed.shares_in(1) == pytest.approx({"lake": 0.95, "bandit": 0.05})
+    assert counts_of(second)["lake"] in (5, 6)
+    assert data.buffer.shares == mixed.shares_in(1)
+    assert data.metrics["lake/share"] == pytest.approx(0.95)
+    # the share that is set is a factor
+    data, mixed = sampled(lm, solves=("half lake",), bandit=3.0)
+    data.collect(0, Module(lm))
+    assert mixed.shares_in(1)["bandit"] == pytest.approx(0.05 * 3 / (0.95 + 0.05 * 3))
+
+
+def test_initial_states_of_a_sampled_environment_go_on_where_they_were(lm):
+    data, _ = sampled(lm, solves=("half lake",))
+    played = [one for number in range(3) for one in data.collect(number, Module(lm))]
+    for name in ("lake", "bandit"):
+        seeds = [one.seed for one in played if one.environment == name and one.member == 0]
+        assert seeds == [derive_seed(0, "environment", name, n, 0) for n in range(len(seeds))]
+
+
+def test_a_resumed_sampling_draws_the_same(lm):
+    whole, _ = sampled(lm, solves=("half lake", "bandit"), rule="progress")
+    before = [whole.collect(number, Module(lm)) for number in range(2)]
+    state = whole.state_dict()
+    resumed, _ = sampled(lm, solves=("half lake", "bandit"), rule="progress")
+    resumed.load_state_dict(state)
+    assert resumed.episode_specs(2) == whole.episode_specs(2)
+    assert resumed.episode_specs(2) != sampled(lm)[0].episode_specs(2)
+    assert before[0] != before[1]
+    with pytest.raises(RolloutError, match=r"env\.sampling: the checkpoint's run samples its"):
+        data_of(lm, mixture()).load_state_dict(state)
+    plain = data_of(lm, mixture())
+    with pytest.raises(RolloutError, match="does not sample its environments"):
+        resumed.load_state_dict(plain.state_dict())
+
+
+def test_ranks_sample_the_groups_of_one(lm, monkeypatch):
+    whole, _ = sampled(lm)
+    specs, parts = whole.episode_specs(0), []
+    for rank in range(2):
+        monkeypatch.setattr(datamodule, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(datamodule, "world_size", lambda: 2)
+        parts += sampled(lm)[0].episode_specs(0)
+    assert sorted(map(str, parts)) == sorted(map(str, specs))
