@@ -147,11 +147,11 @@ def collate(
     images = _ImageStore(by_content=len(groups) < len(kept))
     samples, sampled_from = _samples(drafts, images, bundle), _kept_ids(drafts)
     if text:
-        label_text(samples, drafts, banned=bundle.banned_token_ids)
+        label_text(samples, drafts, allowed=bundle.can_sample(samples.input_ids))
     if observations:
         _require_all_trained(kept)
         heads, numbers = [trajectory.system_prompt_length for trajectory in kept], samples.token
-        label_shown_text(samples, heads, banned=bundle.banned_token_ids)
+        label_shown_text(samples, heads, allowed=bundle.can_sample(samples.input_ids))
         if sampled_from is not None:
             sampled_from = _renumbered(sampled_from, numbers, samples.token)
     final = [
@@ -320,7 +320,7 @@ def _require_all_trained(trajectories: Sequence[Trajectory]) -> None:
         )
 
 
-def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence[int]) -> None:
+def label_shown_text(samples: Samples, heads: Sequence[int], *, allowed: Tensor) -> None:
     """Label shown text as part of the turn whose response follows it, and number all tokens anew.
 
     The system prompt and tokens that the policy cannot sample, such as those of images, are left out.
@@ -328,7 +328,7 @@ def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence
     Args:
         samples: Samples that hold a whole episode each; changed in place.
         heads: Length of each episode's system prompt.
-        banned: Tokens of probability 0.
+        allowed: Bool `[rows, time]`, tokens of a probability above 0.
 
     Raises:
         ValueError: An episode has several samples.
@@ -341,7 +341,6 @@ def label_shown_text(samples: Samples, heads: Sequence[int], *, banned: Sequence
     place = torch.arange(samples.input_ids.shape[1])[None, :]
     lengths = torch.tensor(heads, dtype=torch.int64)[samples.episode][:, None]
     after_head = place >= lengths.clamp(min=1)
-    allowed = ~torch.isin(samples.input_ids, torch.tensor(list(banned), dtype=torch.int64))
     shown = after_head & (place < samples.length[:, None]) & (samples.turn < 0) & allowed
     # Read from the right, the turn that follows is the smallest turn index so far.
     later = torch.where(samples.turn >= 0, samples.turn, samples.turn.max() + 1).flip(1)
@@ -368,13 +367,13 @@ def _show_final_text(drafts: Sequence[_Draft], kept: Sequence[Trajectory]) -> No
             longest.final_roles = roles
 
 
-def label_text(samples: Samples, drafts: Sequence[_Draft], *, banned: Sequence[int]) -> None:
+def label_text(samples: Samples, drafts: Sequence[_Draft], *, allowed: Tensor) -> None:
     """Label the environment's text that follows a response, each token once an episode.
 
     Args:
         samples: Samples of the drafts; changed in place.
         drafts: Samples under construction.
-        banned: Tokens of probability 0, such as those of images.
+        allowed: Bool `[rows, time]`, tokens of a probability above 0, which those of images have not.
 
     Raises:
         ValueError: The roles of a prompt are not recorded.
@@ -397,7 +396,6 @@ def label_text(samples: Samples, drafts: Sequence[_Draft], *, banned: Sequence[i
         own = role[row] > 0
         number[row, own] = row * len(place) + place[own]
     role[samples.turn >= 0] = int(Role.SAMPLED)
-    allowed = ~torch.isin(samples.input_ids, torch.tensor(list(banned), dtype=torch.int64))
     follows = following_text(role, number, samples.episode) & allowed
     samples.text = torch.where(follows, role, 0).to(torch.int8)
 

@@ -376,7 +376,7 @@ class RecordDataModule(WarmStartDataModule):
         """Check that a policy can have sampled a response, and that the tokenizer reads it as the record does."""
         context, ids = self.proxy.context, turn.response_ids
         assert ids is not None
-        banned = np.isin(ids, context.bundle.banned_token_ids) | (ids >= context.bundle.logit_count)
+        banned = ~context.bundle.can_sample(torch.from_numpy(ids)).numpy()
         text = None if banned.any() else "".join(context.pieces(ids))
         if text != turn.response:
             found = (

@@ -192,9 +192,9 @@ class ModelBundle:
 
     @property
     def pad_token_id(self) -> int:
-        """Id of padding."""
+        """Id of padding; where the tokenizer has none that the model reads, that of `end_of_turn_id`."""
         pad = self.tokenizer.pad_token_id
-        return int(pad if pad is not None else self.end_of_turn_id)
+        return self.end_of_turn_id if pad is None or pad >= self.embedding_count else int(pad)
 
     @cached_property
     def end_of_turn_id(self) -> int:
@@ -249,7 +249,8 @@ class ModelBundle:
     def banned_token_ids(self) -> tuple[int, ...]:
         """Ids that are never sampled: ids without a token, and control tokens that are no part of a response.
 
-        Those that end a response are part of it, and those that the chat template writes before its words.
+        Those that end a response are part of it, and those that the chat template writes before its words. All of them
+        have a logit: a tokenizer may have tokens beyond the model's.
         """
         special = set(self.special_tokens) - self.eos_token_ids
         if template_source(self.renderer):
@@ -257,12 +258,24 @@ class ModelBundle:
             special = {token for token in special if self.special_tokens[token] not in inner}
         if self.image_token_id is not None:
             special.add(self.image_token_id)
-        return tuple(sorted(special | set(range(self.logit_count)).difference(self.token_ids)))
+        logits = set(range(self.logit_count))
+        return tuple(sorted(special & logits | logits.difference(self.token_ids)))
+
+    def can_sample(self, ids: Tensor) -> Tensor:
+        """Return which ids have a logit and are not banned, bool of the shape of `ids`."""
+        return ~torch.isin(ids, self.banned(ids.device)) & (ids < self.logit_count)
 
     @property
     def logit_count(self) -> int:
         """Number of logits, which may exceed the number of tokens."""
         return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def embedding_count(self) -> int:
+        """Number of ids that the model reads, which may differ from those of its logits and of its tokens."""
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return len(weight)
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:

@@ -60,10 +60,18 @@ class TextEncoder:
         self._splits: dict[str, tuple[str, str]] = {}
         added = list(bundle.tokenizer.added_tokens_decoder.values())
         control = set(bundle.special_tokens.values())
+        self._read_ids, self._slot = bundle.embedding_count, bundle.image_token_id
+        # text of others may hold their names
+        unread = {
+            str(token)
+            for id, token in bundle.tokenizer.added_tokens_decoder.items()
+            if not self._reads(id)
+        }
         takes_blanks = {str(token) for token in added if token.lstrip or token.rstrip}
-        self._control_tokens = any_of(control)
+        self._special_names = control
+        self._control_tokens = any_of(control | unread)
         self._marks = any_of(
-            control | {str(token) for token in added if _MARK.fullmatch(str(token))}
+            control | unread | {str(token) for token in added if _MARK.fullmatch(str(token))}
         )
         self._borders = any_of(control - takes_blanks)
         # the name behind each such character, and the character of each name
@@ -246,8 +254,8 @@ class TextEncoder:
 
     def _encode_literally(self, name: str) -> np.ndarray:
         """Return the ids of a control token's name in letters."""
-        if not self._control_tokens.fullmatch(name):
-            # a mark that is no control token to the tokenizer is a token only as a whole
+        if name not in self._special_names:
+            # a name that is no control token to the tokenizer is a token only as a whole
             halves = (self.encode(half, continues=True) for half in (name[:1], name[1:]))
             return np.concatenate([*halves])
         before = self._cached(("spelled", ""), "\n", split_special_tokens=True)
@@ -266,9 +274,25 @@ class TextEncoder:
             text, add_special_tokens=False, split_special_tokens=split_special_tokens
         )["input_ids"]
         ids = np.asarray(encoded, dtype=np.int64)
+        if ids.max(initial=-1) >= self._read_ids:
+            self._refuse_unread(ids)
         if len(text) <= _LONGEST_KEPT:
             self._encoded[key] = ids
         return ids
+
+    def _reads(self, token: int) -> bool:
+        """Return whether the model has an embedding of an id, or features in its place."""
+        return token < self._read_ids or token == self._slot
+
+    def _refuse_unread(self, ids: np.ndarray) -> None:
+        for token in ids.tolist():
+            if not self._reads(token):
+                name = self._bundle.tokenizer.convert_ids_to_tokens(token)
+                raise ValueError(
+                    f"the tokenizer has the token {name!r} with id {token}, and the model has {self._read_ids} "
+                    "embeddings; resize the model's embeddings to the tokenizer and save both, or give the model's own "
+                    "tokenizer"
+                )
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

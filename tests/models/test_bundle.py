@@ -73,43 +73,104 @@ def test_rows_of_the_head_without_a_token_are_banned():
     assert padded.banned_token_ids == (0, 2, 3, 4, 5, *range(512, 520))
 
 
-@pytest.mark.parametrize("gap", [0, 1, 4])
-def test_ids_of_a_gap_in_the_vocabulary_are_banned_and_the_ends_of_responses_are_not(gap):
-    """Ids of control tokens that do not follow the ids of the words."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    control = {name: 256 + gap + n for n, name in enumerate(("<|pad|>", "<|start|>", "<|end|>"))}
-    words = Tokenizer(models.BPE(vocab=vocabulary | control, merges=[]))
+def bundle_of_ids(*, letters, control, rows, added=()):
+    """Return a model of so many rows and a tokenizer with these ids of letters and control tokens.
+
+    Tokens that are added, names and whether they are special, follow the largest of them.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    control = dict(zip(("<|pad|>", "<|start|>", "<|end|>"), control, strict=True))
+    vocabulary = dict(zip(alphabet, letters, strict=True)) | control
+    words = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words.decoder = decoders.ByteLevel()
     words.add_special_tokens([AddedToken(name, special=True) for name in control])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token="<|end|>", pad_token="<|pad|>"
     )
+    for name, special in added:
+        tokenizer.add_tokens([AddedToken(name, special=special)])
     tokenizer.chat_template = (
         "{% for m in messages %}<|start|>{{ m['content'] }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start|>{% endif %}"
     )
-    model = LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=264 + gap, eos_token_id=258 + gap))
-    bundle = ModelBundle(model.eval(), tokenizer)
-    assert bundle.end_of_turn_id == 258 + gap
-    ids = {*range(256), 258 + gap}
-    assert bundle.banned_token_ids == tuple(sorted(set(range(264 + gap)) - ids))
+    eos = control["<|end|>"]
+    model = LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=rows, eos_token_id=eos))
+    return ModelBundle(model.eval(), tokenizer)
+
+
+LETTERS = range(256)
+ADDED = (("<word>", False), ("<|tool|>", True))
+
+
+@pytest.mark.parametrize(
+    ("letters", "control", "rows", "added"),
+    [
+        (LETTERS, (256, 257, 258), 264, ()),
+        (LETTERS, (257, 258, 259), 265, ()),
+        (LETTERS, (260, 261, 262), 268, ()),
+        ([n + 2 * (n > 49) + 3 * (n > 199) for n in LETTERS], (262, 266, 270), 280, ADDED),
+        (range(10, 266), (5, 6, 7), 266, ()),
+        (range(10, 266), (266, 5, 7), 266, ()),
+        (LETTERS, (256, 257, 258), 259, ADDED),
+        (range(3, 259), (0, 1, 2), 250, ADDED),
+    ],
+    ids=[
+        "none",
+        "of one",
+        "of four",
+        "several",
+        "at the start",
+        "at the start, and padding beyond the rows",
+        "a longer tokenizer",
+        "a longer tokenizer, of letters",
+    ],
+)
+def test_ids_of_a_gap_in_the_vocabulary_are_banned_and_the_ends_of_responses_are_not(
+    letters, control, rows, added
+):
+    """Ids of control tokens that do not follow the ids of the words, and tokens that the model has not."""
+    bundle = bundle_of_ids(letters=letters, control=control, rows=rows, added=added)
+    assert bundle.end_of_turn_id == control[2]
+    word = bundle.tokenizer.convert_tokens_to_ids("<word>") if added else control[2]
+    ids = {*letters, control[2], word} & {*range(rows)}
+    assert bundle.banned_token_ids == tuple(sorted(set(range(rows)) - ids))
+    assert set(bundle.can_sample(torch.arange(400)).nonzero().flatten().tolist()) == ids
     # the engine, the trainer and the check of an engine's answers
     allowed = GenerationCheck.of(bundle).allowed
     assert set(np.flatnonzero(allowed).tolist()) == ids
     context = ContextManager(bundle, system_prompt=None, max_tokens=300)
     assert check_trainer(context, image_size=None, policy=PolicyModule(bundle)) < 1e-4
     engine = TransformersEngine(PolicyModule(bundle))
-    prompt = context.observe(context.start(""), Observation(text="Up"), max_turns=2)
+    text = "Up <word> <|tool|>"
+    prompt = context.observe(context.start(""), Observation(text=text), max_turns=2)
+    assert bundle.decode(prompt.ids) == f"<|start|>{text}<|end|><|start|>"
+    assert prompt.ids.max() < rows
     requests = [
-        GenerationRequest(session=n, prompt=prompt, max_tokens=20, temperature=4.0, seed=n)
+        GenerationRequest(session=n, prompt=prompt, max_tokens=20 + n, temperature=4.0, seed=n)
         for n in range(8)
     ]
     sampled = {
         token for answer in generate(engine, requests, keep=False) for token in answer.ids.tolist()
     }
     assert sampled <= ids and len(sampled) > 50
+
+
+@pytest.mark.parametrize(
+    ("letters", "control", "named"),
+    [
+        (range(3, 259), (0, 1, 2), "'.' with id 258"),
+        (LETTERS, (256, 258, 257), "'<.start.>' with id 258"),
+    ],
+    ids=["of a letter", "of the template"],
+)
+def test_a_token_that_the_model_does_not_read_is_refused_by_name(letters, control, named):
+    bundle = bundle_of_ids(letters=letters, control=control, rows=258)
+    context = ContextManager(bundle, system_prompt=None, max_tokens=300)
+    with pytest.raises(ValueError, match=rf"the token {named}, and the model has 258 embeddings"):
+        # every byte of text in UTF-8
+        for letter in map(chr, range(0x180)):
+            context.observe(context.start(""), Observation(text=letter), max_turns=2)
 
 
 def test_image_tokens_are_expanded_to_one_for_each_feature(vlm):

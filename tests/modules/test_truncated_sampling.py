@@ -157,7 +157,7 @@ def test_text_that_was_shown_keeps_all_ids(make) -> None:
     plain = collate(make.play(agent, window="all"), bundle)
     # as of an engine that does not tell them
     plain.kept_ids = None
-    label_shown_text(plain.samples, [4] * 8, banned=bundle.banned_token_ids)
+    label_shown_text(plain.samples, [4] * 8, allowed=bundle.can_sample(plain.samples.input_ids))
     batch = agent.prepare(plain)
     shown = (batch.samples.spans == 7)[batch.samples.turn >= 0]
     assert shown.any() and (batch.kept_ids.counts[shown] == 0).all()
