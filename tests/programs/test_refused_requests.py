@@ -28,12 +28,16 @@ TOO_LONG = "ask('long ' * 20000)"
         ("post('/chat/completions', [])", "invalid_json"),
         ("ask('a', {'Content-Encoding': 'gzip'})", "invalid_request"),
         ("post('/chat/completions', {'model': 'other'})", "model_not_found"),
+        ("post('/embeddings', {'input': 'a'})", "unknown_url"),
+        ("post('/rewards', {'id': 'a', 'reward': 1})", "invalid_api_key"),
+        ("post('/rewards', {'id': 'a'}, key=os.environ['RAGEN_REWARD_KEY'])", "invalid_request"),
+        ("post('/chat/completions', {}, key=os.environ['RAGEN_REWARD_KEY'])", "invalid_api_key"),
     ],
 )
 @pytest.mark.parametrize("first", ["ask('a')", ""], ids=["after an answer", "from the start"])
 def test_a_program_that_sends_refused_requests_for_ever_is_ended(play, script, call, code, first):
     # the time limit would end the test later than its own
-    (episode,) = play(script(first + FOREVER.format(call)), program_s=3600.0)
+    (episode,) = play(script(first + FOREVER.format(call)), program_s=3600.0, post_rewards=True)
     assert episode.status is EpisodeStatus.FAILED
     assert "its last 100 requests were refused" in episode.error and code in episode.error
     assert len(episode.turns) == bool(first)

@@ -26,6 +26,9 @@ class RequestError(Exception):
         message: One line with what was found and what to do; far too long values in it are cut.
         code: Code of the error.
         retry: Whether an SDK may send the request again.
+
+    Attributes:
+        is_noted: Whether its session has counted it among the refused requests.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class RequestError(Exception):
         short = message if len(message) <= _LONGEST else f"{message[:half]} … {message[-half:]}"
         super().__init__(short)
         self.status, self.code, self.retry = status, code, retry
+        self.is_noted = False
 
     @property
     def body(self) -> dict[str, Any]:

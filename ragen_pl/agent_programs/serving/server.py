@@ -148,16 +148,18 @@ class AgentServer:
 
         return self._answering(handle)
 
-    @staticmethod
     def _answering(
-        handle: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return a handler that answers errors as OpenAI's API does."""
+        """Return a handler that answers errors as OpenAI's API does, and notes those of requests that were no calls."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 return await handle(request)
             except RequestError as error:
+                owner = self._sessions.get(key_digest(_key(request)), self._any_key)
+                if owner is not None and not error.is_noted:
+                    owner.note_refused(error)
                 return _written(error)
             except (OSError, web.HTTPException):
                 raise
@@ -173,7 +175,7 @@ class AgentServer:
         Raises:
             RequestError: Its key is unknown, or the session has ended.
         """
-        key = str(request.match_info.get("key") or bearer_key(request.headers))
+        key = _key(request)
         session = self._sessions.get(key_digest(key), self._any_key)
         if session is None and key_digest(key) in self._past:
             raise ended_error()
@@ -189,11 +191,7 @@ class AgentServer:
 
     async def _respond(self, request: web.Request, protocol: Protocol) -> web.StreamResponse:
         session = self._session(request)
-        try:
-            data = await read_body(request, timeout_s=self._body_s)
-        except RequestError as error:
-            session.note_refused(error)
-            raise
+        data = await read_body(request, timeout_s=self._body_s)
         if session.ended:
             raise ended_error()
         digest = hashlib.sha256(request.path.encode() + data).hexdigest()
@@ -367,6 +365,11 @@ def _read(protocol: Protocol, data: bytes, session: Session, *, trains: bool) ->
         body, session.images, unconstrained=limits.unconstrained, train=limits.train and trains
     )
     return body, client
+
+
+def _key(request: web.Request) -> str:
+    """Return the key of a request, in its path or as a bearer token."""
+    return str(request.match_info.get("key") or bearer_key(request.headers))
 
 
 async def _sent(response: web.Response, request: web.Request) -> web.Response:

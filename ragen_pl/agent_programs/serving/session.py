@@ -205,6 +205,7 @@ class Session:
     def note_refused(self, error: RequestError) -> None:
         """Count a refused request. `REFUSED` follows once there are too many in a row."""
         self.count(f"refused_{error.code}")
+        error.is_noted = True
         self._refused += 1
         if self._refused == self.limits.refused_requests:
             reason = (
