@@ -96,7 +96,7 @@ def _object(text: str) -> _Result:
     try:
         given = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"result: no JSON ({error})") from error
+        raise ValueError(f"result: no JSON ({error}): {_shown(text)!r}") from error
     try:
         result = typed(_Result, given)
     except TypeFault as fault:

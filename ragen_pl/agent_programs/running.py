@@ -153,9 +153,15 @@ class RunningProgram:
                 check=True,
             )
         except subprocess.CalledProcessError as error:
+            # test runners say on the one what fails, others on the other
+            output = f"{error.stdout}\n{error.stderr}"
             raise RuntimeError(
-                f"env.verifier={shlex.join(verifier)}: exit code {error.returncode}; its last lines: "
-                f"{last_lines(error.stderr)}"
+                f"env.verifier={shlex.join(verifier)}: {_end_of(error.returncode)}; its last lines: "
+                f"{last_lines(output)}"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(
+                f"env.verifier={shlex.join(verifier)}: it took longer than env.kwargs.program_s={timeout_s:g} s"
             ) from error
         except (OSError, subprocess.SubprocessError) as error:
             raise RuntimeError(f"env.verifier={shlex.join(verifier)}: {error}") from error
@@ -183,6 +189,10 @@ def _processes_with(mark: bytes) -> Iterator[int]:
             place = os.fsencode(os.readlink(entry / "cwd"))
             if not is_zombie and (mark in place or mark in (entry / "environ").read_bytes()):
                 yield int(entry.name)
+
+
+def _end_of(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def last_lines(text: str) -> str:

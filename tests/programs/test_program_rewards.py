@@ -121,6 +121,24 @@ def test_a_verifier_judges_in_the_programs_folder(play, script, tmp_path):
     assert "env.verifier" in episode.error and "exit code 1; its last lines: no" in episode.error
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("print('1 failed: no tea')\nsys.exit(2)", "exit code 2; its last lines: 1 failed: no tea"),
+        ("print('1 failed')\nsys.exit('no tea')", "exit code 1; its last lines: 1 failed | no tea"),
+        ("print('x\\n' * 1000)\nraise ValueError('no tea')", "ValueError: no tea"),
+        ("os.kill(os.getpid(), 9)", "signal 9"),
+        ("print('1 passed')", "no JSON (Extra data: line 1 column 3 (char 2)): '1 passed'"),
+    ],
+)
+def test_a_verifier_that_fails_says_why(play, script, tmp_path, body, reason):
+    verifier = tmp_path / "verify.py"
+    verifier.write_text(f"import os, sys\n{body}\n")
+    command = [sys.executable, "-S", str(verifier)]
+    (episode,) = play(script("ask('a')\nreport(reward=1)"), verifier=command)
+    assert episode.status is EpisodeStatus.FAILED and reason in episode.error, episode.error
+
+
 def test_a_crash_costs_its_reward_where_one_is_set(play, script):
     (episode,) = play(script("ask('a'); sys.exit(3)"), crash_reward=-1.0)
     assert episode.status is EpisodeStatus.TERMINATED and episode.reward == -1.0

@@ -143,7 +143,10 @@ def test_tool_choice_is_automatic(server, caplog, choice):
         ({"max_completion_tokens": 6}, {"max_tokens": 6}),
         ({"max_completion_tokens": 6, "max_tokens": 5}, {"max_tokens": 5}),
         ({"logprobs": True}, {"logprobs": True}),
-        ({"metadata": {"train": False}}, {"trained": False}),
+        *(
+            ({"metadata": {"train": value}}, {"trained": value in (True, "TRUE", "1", None)})
+            for value in (False, "False", "FALSE", "0", 0, True, "TRUE", "1", None)
+        ),
         ({"metadata": {"train": "false", "advances": "false"}}, {"trained": False, "is_task_step": False}),
         ({"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]}, {}),
     ],
@@ -152,14 +155,25 @@ def test_honoured(server, body, values):
     assert asked(server, body).chat == replace(asked(server, {}).chat, **values)
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_header_for_untrained_answers(server, trained):
+@pytest.mark.parametrize(
+    ("header", "trained"), [("True", True), ("false", False), ("FALSE", False), ("0", False)]
+)
+def test_header_for_untrained_answers(server, header, trained):
     session = opened(server)
-    headers = {"x-train": str(trained)}
-    connection = send(server, HELLO, key=session.key, headers=headers)
+    connection = send(server, HELLO, key=session.key, headers={"x-train": header})
     assert take(session).client.chat.trained is trained
     server.end(session)
     connection.close()
+
+
+@pytest.mark.parametrize("header", ["no", "", "maybe"])
+def test_a_header_that_is_no_truth_value_is_refused(server, header):
+    """A program whose judge is trained on by mistake would not find out."""
+    with owned(server) as owner:
+        headers = {"x-train": header}
+        status, answer = post(server, HELLO, key=owner.session.key, headers=headers)
+        assert status == 400 and f"x-train={header!r}" in answer["error"]["message"]
+        assert owner.events == []
 
 
 @pytest.mark.parametrize(
@@ -188,6 +202,19 @@ def test_ignored_with_a_line_in_the_log(server, caplog, body, name):
     assert f"{name}={body[name]}" in line
 
 
+def _weather(**changes):
+    return WEATHER | {"function": WEATHER["function"] | changes}
+
+
+def _history(**function):
+    call = {"id": "a", "type": "function", "function": {"name": "weather"} | function}
+    return [
+        HELLO["messages"][0],
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "sun"},
+    ]
+
+
 def test_ignored_without_a_line(server, caplog):
     with caplog.at_level(logging.INFO, "ragen_pl.agent_programs.serving"):
         client = asked(server, {"metadata": {"a": "b"}, "unknown": None, "temperature": None})
@@ -199,6 +226,8 @@ def test_ignored_without_a_line(server, caplog):
     ("body", "named"),
     [
         ({"n": 2}, "n=2"),
+        ({"n": True}, "n=True"),
+        ({"n": 1.0}, "n=1.0"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3"),
         ({"functions": [{"name": "weather"}]}, "functions"),
@@ -223,6 +252,11 @@ def test_ignored_without_a_line(server, caplog):
             "no tool 'time'",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "no tool None"),
+        *(
+            ({"tools": tools, "tool_choice": choice}, "the request has no tools")
+            for tools in ([], None)
+            for choice in ("required", {"type": "function", "function": {"name": "weather"}})
+        ),
         ({"tool_choice": "none", "tools": "weather"}, "tools"),
         *(
             ({name: value}, f"{name}={value!r}")
@@ -247,6 +281,16 @@ def test_ignored_without_a_line(server, caplog):
         ({"stream": "false"}, "stream='false'"),
         ({"logprobs": 5}, "logprobs=5"),
         ({"metadata": "train"}, "metadata"),
+        ({"metadata": {"train": "no"}}, "metadata.train='no': expected true or false"),
+        ({"metadata": {"train": 5}}, "metadata.train=5"),
+        ({"metadata": {"train": [False]}}, "metadata.train=[False]"),
+        ({"metadata": {"advances": ""}}, "metadata.advances=''"),
+        ({"stream": True, "stream_options": {"include_usage": "false"}}, "include_usage='false'"),
+        ({"tools": [_weather(description=5)]}, "tools[0].function.description=5"),
+        ({"tools": [_weather(strict="yes")]}, "tools[0].function.strict='yes'"),
+        ({"messages": _history(arguments=5)}, "arguments=5: expected a text or an object"),
+        ({"messages": _history(arguments=[1])}, "arguments=[1]"),
+        ({"messages": [{"role": "assistant", "reasoning": 5}]}, "messages[0].reasoning=5"),
         ({"model": ["policy"]}, "model"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),

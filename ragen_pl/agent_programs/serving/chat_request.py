@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, NotRequired, Required
 
 import numpy as np
 from annotated_types import Len, MaxLen, MinLen
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from ragen_pl.agent_programs.serving.errors import RequestError, only, read_as, unsupported
@@ -90,8 +91,8 @@ class _AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: NotRequired[_Content]
     function_call: NotRequired[Annotated[Any, only(remedy="send tool_calls")]]
-    reasoning_content: NotRequired[Any]
-    reasoning: NotRequired[Any]
+    reasoning_content: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
     tool_calls: NotRequired[Annotated[list[ToolCall], FIRST_FAULT] | None]
 
 
@@ -102,6 +103,32 @@ class _ToolMessage(TypedDict):
 
 
 _Message = Annotated[_OtherMessage | _AssistantMessage | _ToolMessage, Field(discriminator="role")]
+
+
+def read_truth(value: object) -> bool:
+    """Return a truth value, which metadata and headers have as text.
+
+    Raises:
+        ValueError: It is none.
+    """
+    found = {"true": True, "1": True, "false": False, "0": False}.get(str(value).casefold())
+    if found is None:
+        raise PydanticCustomError("truth", "true or false")
+    return found
+
+
+_Truth = Annotated[Any, AfterValidator(lambda value: True if value is None else read_truth(value))]
+
+
+class _Metadata(TypedDict, total=False):
+    """What the endpoint reads of the metadata."""
+
+    train: _Truth
+    advances: _Truth
+
+
+class _StreamOptions(TypedDict, total=False):
+    include_usage: bool | None
 
 
 class _Sampling(TypedDict, total=False):
@@ -144,10 +171,10 @@ class _Parameters(_Sampling, _Ignored, total=False):
     max_tokens: Count
     max_completion_tokens: Count
     stream: bool
-    stream_options: dict[str, Any]
+    stream_options: _StreamOptions
     logprobs: bool
     response_format: dict[str, Any]
-    metadata: dict[str, Any]
+    metadata: _Metadata
     n: Annotated[Any, only(1, remedy="send a request for each response")]
     modalities: Annotated[Any, only(["text"], remedy="responses are text")]
     top_logprobs: Annotated[Any, only(remedy="logprobs=true gives the sampled tokens'")]
@@ -207,7 +234,7 @@ def read_request(
     ignored = {name: given[name] for name in _Ignored.__annotations__.keys() & given.keys()}
     if choice not in ("auto", "none"):
         ignored["tool_choice"] = choice
-    stop, metadata = parameters.get("stop", []), parameters.get("metadata", {})
+    stop, metadata = parameters.get("stop", []), parameters.get("metadata", _Metadata())
     return ClientRequest(
         chat=ChatRequest(
             messages=messages,
@@ -216,8 +243,8 @@ def read_request(
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             logprobs=parameters.get("logprobs", False),
             parallel_calls=parameters.get("parallel_tool_calls", True),
-            is_task_step=_flag(metadata, "advances"),
-            trained=train and _flag(metadata, "train"),
+            is_task_step=metadata.get("advances", True),
+            trained=train and metadata.get("train", True),
         ),
         model=parameters.get("model", ""),
         images=shown.of(messages),
@@ -282,7 +309,7 @@ def _message(given: _Message, images: _Images, reader: CallReader, *, where: str
     }
     if given["role"] == "assistant":
         reasoning = given.get("reasoning_content") or given.get("reasoning")
-        if isinstance(reasoning, str):
+        if reasoning is not None:
             message["reasoning_content"] = reasoning
         if calls := given.get("tool_calls"):
             message["tool_calls"] = [reader.read(where, call) for call in calls]
@@ -304,8 +331,3 @@ def _content(given: str | list[_Part] | None, images: _Images) -> str | list[dic
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
-
-
-def _flag(metadata: Mapping[str, Any], name: str) -> bool:
-    """Return a truth value of the metadata, which has texts in OpenAI's API."""
-    return metadata.get(name, True) not in (False, "false", "False", "0")

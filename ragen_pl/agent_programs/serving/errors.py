@@ -63,7 +63,9 @@ def only(*accepted: object, remedy: str) -> AfterValidator:
     """Return the metadata of a parameter that can be honoured for some values only; without any, for empty ones."""
 
     def check(value: object) -> object:
-        if value not in accepted if accepted else value:
+        # true and 1.0 equal 1
+        is_accepted = any(type(value) is type(one) and value == one for one in accepted)
+        if not is_accepted if accepted else value:
             raise PydanticCustomError(UNSUPPORTED, "{remedy}", {"remedy": remedy})
         return value
 

@@ -95,10 +95,10 @@ class _Parameters(_Same, total=False):
     tools: Annotated[list[dict[str, Any]], FIRST_FAULT]
     text: dict[str, Any]
     max_output_tokens: Count
-    include: list[Any]
+    include: list[str]
     # of no meaning without state
-    stream_options: Any
-    truncation: Any
+    stream_options: dict[str, Any]
+    truncation: Literal["auto", "disabled"]
     previous_response_id: _HISTORY
     conversation: _HISTORY
     background: Annotated[Any, only(remedy="wait for the response")]

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from aiohttp import web
 
 from ragen_pl.agent_programs.serving.address import LOOPBACK, listening_socket
-from ragen_pl.agent_programs.serving.chat_request import ClientRequest, read_json
+from ragen_pl.agent_programs.serving.chat_request import ClientRequest, read_json, read_truth
 from ragen_pl.agent_programs.serving.errors import RequestError
 from ragen_pl.agent_programs.serving.protocol import CHAT, Protocol
 from ragen_pl.agent_programs.serving.reading import (
@@ -30,6 +30,7 @@ from ragen_pl.agent_programs.serving.responses_api import RESPONSES
 from ragen_pl.agent_programs.serving.session import NO_REQUEST, Call, PassedOn, Session, ended_error
 from ragen_pl.agent_programs.serving.upstream import passed_on
 from ragen_pl.base.access import bearer_key, is_loopback, key_digest, refusal
+from ragen_pl.base.typed_json import shown
 
 log = logging.getLogger(__name__)
 PROTOCOLS: Mapping[str, Protocol] = {"/chat/completions": CHAT, "/responses": RESPONSES}
@@ -191,6 +192,7 @@ class AgentServer:
 
     async def _respond(self, request: web.Request, protocol: Protocol) -> web.StreamResponse:
         session = self._session(request)
+        trains = _trains(request)
         data = await read_body(request, timeout_s=self._body_s)
         if session.ended:
             raise ended_error()
@@ -198,7 +200,6 @@ class AgentServer:
         call = session.find_retry(digest, retries=retries_of(request))
         if call is None:
             call = session.register(digest, id_prefix=protocol.id_prefix)
-            trains = request.headers.get("x-train", "").casefold() != "false"
             read = partial(_read, protocol, data, session, trains=trains)
             if is_small(data):
                 with self._refusing(call, request.path):
@@ -370,6 +371,15 @@ def _read(protocol: Protocol, data: bytes, session: Session, *, trains: bool) ->
 def _key(request: web.Request) -> str:
     """Return the key of a request, in its path or as a bearer token."""
     return str(request.match_info.get("key") or bearer_key(request.headers))
+
+
+def _trains(request: web.Request) -> bool:
+    """Return whether a request's header lets the policy be trained on the response."""
+    given = request.headers.get("x-train", "true")
+    try:
+        return read_truth(given)
+    except ValueError:
+        raise RequestError(400, f"x-train={shown(given)}: expected true or false") from None
 
 
 async def _sent(response: web.Response, request: web.Request) -> web.Response:

@@ -26,7 +26,7 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 class _CalledFunction(TypedDict):
     name: _Name
-    arguments: NotRequired[Any]
+    arguments: NotRequired[str | dict[str, Any] | None]
 
 
 class ToolCall(TypedDict):
@@ -38,8 +38,9 @@ class ToolCall(TypedDict):
 
 class _Function(TypedDict):
     name: _Name
-    description: NotRequired[Any]
+    description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
 
 
 class Tool(TypedDict):
@@ -71,7 +72,7 @@ def _tool(function: _Function) -> dict[str, Any]:
         "type": "function",
         "function": {
             "name": function["name"],
-            "description": str(function.get("description") or ""),
+            "description": function.get("description") or "",
             "parameters": function.get("parameters") or {"type": "object", "properties": {}},
         },
     }
@@ -83,6 +84,10 @@ def read_tool_choice(given: str | dict[str, Any], tools: list[dict[str, Any]]) -
     Raises:
         RequestError: It is no such choice.
     """
+    if given in ("auto", "none"):
+        return given
+    if not tools:
+        raise RequestError(400, f"tool_choice={shown(given)}: the request has no tools; send some")
     if isinstance(given, str):
         return given
     if given.get("type") != "function":
@@ -91,7 +96,7 @@ def read_tool_choice(given: str | dict[str, Any], tools: list[dict[str, Any]]) -
     function = given.get("function", given)
     name = function.get("name") if isinstance(function, Mapping) else None
     names = [tool["function"]["name"] for tool in tools]
-    if not isinstance(name, str) or (names and name not in names):
+    if name not in names:
         raise RequestError(
             400, f"tool_choice={shown(given)}: the request has no tool {shown(name)}"
         )
@@ -114,12 +119,12 @@ class CallReader:
         arguments = self._arguments(where, function.get("arguments"))
         return {"id": given["id"], "name": function["name"], "arguments": arguments}
 
-    def _arguments(self, where: str, given: object) -> Any:
+    def _arguments(self, where: str, given: str | dict[str, Any] | None) -> Any:
         """Return the arguments of a call as an object, or as text where they are none."""
-        if not isinstance(given, str):
-            return given if isinstance(given, dict) else {}
         if not given:
             return {}
+        if not isinstance(given, str):
+            return given
         self._values += number_of_values(given, limit=MAX_VALUES)
         if self._values > MAX_VALUES:
             raise RequestError(
