@@ -85,7 +85,6 @@ def test_a_program_learns_as_the_environment_does(tmp_path, steps):
         "env.function=support_desk.episode",
         f"+env.words={json.dumps(words)}",
         "warm_start=demonstrations",
-        "warm_start.enabled=true",
         f"warm_start.weights={environment / 'run' / 'warm_start.pt'}",
     )
     assert found == expected

@@ -18,6 +18,7 @@ from PIL import Image
 from support.servers.endpoint_clients import (
     CHAT,
     HELLO,
+    LIMIT_S,
     Owner,
     answer_of,
     connect,
@@ -325,6 +326,24 @@ def test_error_of_the_endpoint_itself_is_logged_and_not_sent_again(
     assert response.headers["x-should-retry"] == "false"
     assert "a fault" in caplog.text
     monkeypatch.undo()
+
+
+def test_a_request_that_takes_long_to_read_keeps_no_other_client_waiting(server):
+    """It is read elsewhere than on the event loop: here until another client has its answer."""
+    begun, answered = threading.Event(), threading.Event()
+
+    class Slow(ImageReader):
+        def read(self, url):
+            begun.set()
+            assert answered.wait(LIMIT_S)
+            return super().read(url)
+
+    with owned(server, images=Slow()) as slow, owned(server) as other:
+        waiting = send(server, with_image(png(4, 4)), key=slow.session.key)
+        assert begun.wait(LIMIT_S)
+        assert post(server, HELLO, key=other.session.key)[0] == 200
+        answered.set()
+        assert read(waiting)[0] == 200
 
 
 def test_sessions_at_once_do_not_mix(server):
