@@ -23,3 +23,13 @@ def named_error(error: BaseException) -> str:
     "KeyError: 'door'"
     """
     return f"{type(error).__name__}: {error_text(error)}"
+
+
+def shortened(text: str, *, longest: int) -> str:
+    r"""Return a text in one line, with its begin and its end where it is longer: last lines have the reason.
+
+    >>> shortened("one\ntwo", longest=10), shortened("a" * 20 + "reason", longest=10)
+    ('one two', 'aaa … areason')
+    """
+    text, end = " ".join(text.split()), longest * 7 // 10
+    return text if len(text) <= longest else f"{text[: longest - end]} … {text[-end:]}"

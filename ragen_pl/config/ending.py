@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from hydra.errors import InstantiationException
 
-from ragen_pl.base.error_text import error_text
+from ragen_pl.base.error_text import error_text, named_error, shortened
 from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.base.stop_signals import stop_behind
 from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation
@@ -76,7 +76,7 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         return Ending(f"ended by sys.exit({error.code!r})", code=code or 1)
-    text = f"{type(error).__name__}: {' '.join(error_text(error).split())[:700]}".removesuffix(": ")
+    text = shortened(named_error(error), longest=700).removesuffix(":")
     notes = getattr(error, "__notes__", [])
     trace = traceback.TracebackException.from_exception(error)
     # they are in the last line

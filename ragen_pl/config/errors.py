@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hydra.errors import InstantiationException
 
-from ragen_pl.base.error_text import error_text
+from ragen_pl.base.error_text import error_text, shortened
 
 
 class ConfigError(ValueError):
@@ -61,7 +61,5 @@ def in_one_line(error: BaseException, *, longest: int = 700) -> str:
     >>> in_one_line(KeyError("door")), in_one_line(ValueError("two\nlines"))
     ("KeyError: 'door'", 'two lines')
     """
-    text = " ".join(error_text(error).split())
-    if len(text) > longest:
-        text = f"{text[:longest]}…"
+    text = shortened(error_text(error), longest=longest)
     return text if " " in text else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -12,12 +12,13 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
+from ragen_pl.base.error_text import shortened
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 log = logging.getLogger(__name__)
 
-# characters of an error that are logged, and those of its end among them: the last lines of a program have its reason
-_LONGEST, _END = 500, 350
+# characters of an error that are logged
+_LONGEST = 500
 # kinds that are told apart
 _MAX_KINDS, _OTHERS = 100, "others"
 # of a rollout's episodes, from which errors that are known are reported again
@@ -51,7 +52,10 @@ class FailureLog:
         for kind in new:
             text = next(error for error in errors if kind_of(error) == kind)
             log.warning(
-                "%d of %d episodes failed with %s", kinds[kind], len(trajectories), shortened(text)
+                "%d of %d episodes failed with %s",
+                kinds[kind],
+                len(trajectories),
+                shortened(text, longest=_LONGEST),
             )
         if not new and len(errors) >= _MANY * len(trajectories):
             log.warning(
@@ -76,7 +80,7 @@ def kind_of(error: str) -> str:
     >>> kind_of("KeyError: order 17 at 0x7f3a") == kind_of("KeyError: order 4 at 0x11")
     True
     """
-    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", shortened(error))
+    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", shortened(error, longest=_LONGEST))
 
 
 def most_common(errors: Sequence[str]) -> str:
@@ -87,10 +91,5 @@ def most_common(errors: Sequence[str]) -> str:
     """
     kind, count = Counter(map(kind_of, errors)).most_common(1)[0]
     example = next(error for error in errors if kind_of(error) == kind)
-    return f"{shortened(example)} ({count} times)" if count > 1 else shortened(example)
-
-
-def shortened(error: str) -> str:
-    """Return the text of an error in one line of limited length, with its begin and its end."""
-    text = " ".join(error.split())
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - _END]} … {text[-_END:]}"
+    text = shortened(example, longest=_LONGEST)
+    return f"{text} ({count} times)" if count > 1 else text

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 
 import numpy as np
 import pytest
 from PIL import Image
 from support.episodes.rollout_fixtures import lively
 from support.models.tiny_models import TEXT, VISION
+from support.runs.composing import composed
 
 from ragen_pl.base.prompt_formats import PromptFormat
+from ragen_pl.config import ConfigError
+from ragen_pl.environments.check import check_environment
 from ragen_pl.models.build import build_small_vlm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.trajectory import EpisodeStatus
@@ -111,3 +115,14 @@ raise ValueError('the shop is closed')
     (line,) = [one.message for one in caplog.records if "episodes failed" in one.message]
     assert "the program failed: exit code 1" in line
     assert line.endswith("ValueError: the shop is closed") and len(line) < 600
+
+
+@pytest.mark.parametrize("noise", ["print('x' * 5000)", "for n in range(40): print(n, 'x' * 200)"])
+def test_so_does_that_of_the_check_before_training(script, noise):
+    command = script(f"{noise}\nraise ValueError('the shop is closed')")
+    overrides = ("env=program", f"env.command={json.dumps(command)}")
+    with pytest.raises(ConfigError) as caught:
+        check_environment(composed(*overrides, checked=False))
+    line = str(caught.value)
+    assert "ended without a request: exit code 1" in line and "\n" not in line
+    assert line.endswith("ValueError: the shop is closed") and len(line) < 900
