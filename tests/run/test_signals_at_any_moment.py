@@ -25,7 +25,7 @@ WARM_START = {
     "setup warm start": "SIGHUP",
 }  # fmt: skip
 TRAINING = {
-    "validation": "SIGHUP", "rollout": "SIGINT", "teardown fit": "SIGUSR1", "last validation": "SIGTERM",
+    "validation": "SIGINT", "rollout": "SIGHUP", "teardown fit": "SIGUSR1", "last validation": "SIGTERM",
     "reset in baselines": "SIGINT", "logger closed": "SIGHUP",
 }  # fmt: skip
 # the others take most of the time
@@ -194,6 +194,7 @@ def test_a_signal_at_any_moment_of_a_run(tmp_path: Path, moment: str, number: st
         assert line.endswith("no run was under way")
     else:
         assert f"paths.run_dir={run}" in line
+    assert (run / "checkpoints" / "last.ckpt").exists() == (moment in TRAINING)
 
 
 @pytest.mark.slow
