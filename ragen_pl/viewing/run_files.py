@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -40,6 +41,8 @@ _OF_REFERENCES, _OF_THE_RUN, _MAX_REFERENCES = (
     ("val", "rollout", "update"),
     8,
 )
+# where MLflow keeps a copy of a run's files: the settings are among them
+_COPY_IN_MLFLOW = re.compile(r"(?:.*/)?[0-9a-f]{32}/artifacts")
 # settings that differ between any two runs
 _OWN_SETTINGS = ("paths.", "ckpt_path", "debug", "trust")
 
@@ -51,7 +54,7 @@ def find_runs(folder: Path) -> dict[str, Path]:
     found = {}
     for place, names, files in os.walk(folder):
         relative = Path(place).relative_to(folder)
-        if FIRST in files:
+        if FIRST in files and not _COPY_IN_MLFLOW.fullmatch(relative.as_posix()):
             found[relative.as_posix()] = Path(place)
         if FIRST in files or len(relative.parts) >= _LEVELS:
             names.clear()

@@ -9,7 +9,7 @@ const ADVICE = [
   ["rollout/valid_actions", (value) => value < 0.5, "fewer than half of the responses have a valid action: lengthen the warm start (warm_start.steps), or show the rules (context.system_prompt)"],
   ["rollout/overlong_responses", (value) => value > 0.25, "a quarter of the responses reach their length limit: raise rollout.max_response_tokens"],
   ["rollout/truncated", (value) => value > 0.1, "a tenth of the episodes are cut: raise context.max_tokens, or set context.window"],
-  ["rollout/failed_episodes", (value) => value > 0, "environments fail: see the log, and failures.min_fraction"],
+  ["rollout/failed_episodes", (value) => value > 0, "environments fail: see the log, and rollout.failures.min_fraction"],
   ["rollout/group_return_std", (value) => value === 0, "the members of every group have equal returns: group estimators get no signal"],
 ];
 const AXES = { iteration: ["iteration", 1], time: ["elapsed_s", 60] };

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,15 @@ def test_table_has_a_line_for_each_run(server: Client) -> None:
     named = [("run", "maze/one"), ("run", "maze/two")]
     status, text, _ = server.get(f"/differences?{urlencode(named)}")
     assert status == 200 and json.loads(text) == {"optimizer.lr": ["0.1", "0.2"]}
+
+
+def test_what_mlflow_keeps_of_a_run_is_no_run(server: Client, runs: Path) -> None:
+    copy = make_run(runs / "mlartifacts" / f"{7:032x}" / "artifacts", lr=0.1)
+    own = make_run(runs / "maze" / "artifacts", lr=0.1)
+    names = {line["name"] for line in server.json("/runs")}
+    assert names == {"maze/one", "maze/two", "maze/artifacts"}
+    shutil.rmtree(copy)
+    shutil.rmtree(own)
 
 
 def test_state_follows_the_lock_of_the_run(server: Client, runs: Path) -> None:
@@ -296,6 +306,14 @@ def test_a_run_that_was_resumed_has_the_settings_of_its_last_start(runs: Path) -
     assert overview(first)["iterations"] == "8" and overview(first)["seed"] == "0"
     assert differences([first, other]) == {"trainer.max_epochs": ["8", "4"]}
     shutil.rmtree(runs / "resumed")
+
+
+def test_advice_names_keys_that_exist() -> None:
+    script = (ROOT / "ragen_pl" / "viewing" / "watch.js").read_text()
+    advice = script[script.index("const ADVICE") : script.index("const AXES")]
+    named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", advice))
+    keys = (ROOT / "docs" / "keys.md").read_text()
+    assert len(named) >= 5 and {key for key in named if f"`{key}`" not in keys} == set()
 
 
 EPISODE = {"success": False, "status": "terminated"}
