@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -118,22 +119,40 @@ def test_top_level_import_is_light() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built wheel."""
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "-o",
-        str(folder),
-        str(ROOT),
-    ]
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that is built of it."""
+    folder = tmp_path_factory.mktemp("built")
+    build = [sys.executable, "-m", "build", "--no-isolation", "-o", str(folder), str(ROOT)]
     subprocess.run(build, capture_output=True, check=True)
-    (file,) = folder.glob("*.whl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (file,) = built.glob("*.whl")
     return file
+
+
+@pytest.mark.slow
+def test_an_unpacked_sdist_is_installed_as_the_readme_says(built: Path, tmp_path: Path) -> None:
+    """It has the constraints, and its packages are whole where they are: `pip install -e .` copies nothing."""
+    (file,) = built.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (root,) = tmp_path.iterdir()
+    assert (root / ".ci" / "constraints.txt").is_file() and (root / "Makefile").is_file()
+    code = (
+        "import ragen_pl\n"
+        "import envs.frozen_lake as former, ragen_pl.envs.frozen_lake as now, ragen_pl.visual_envs\n"
+        "from ragen_pl.config import check_packages, config_dir\n"
+        "check_packages()\n"
+        "print(former is now, config_dir())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.stdout == f"True {root / 'conf'}\n", done.stderr
 
 
 @pytest.mark.slow
