@@ -62,28 +62,39 @@ def key_of(line: str) -> str:
 def with_environment(overrides: Sequence[str], *, command: str) -> list[str]:
     """Return a command line's overrides with `env=custom` where they name an environment's class only.
 
+    The environment has the name of its class, so that runs of several are told apart.
+
     Args:
         overrides: As on the command line.
         command: Name of its configuration. A command that reads a run's settings has an environment already.
 
     >>> with_environment(["env=mine.Shop", "seed=1"], command="fit")
-    ['env=custom', 'env.target=mine.Shop', 'seed=1']
-    >>> with_environment(["env.target=mine:Shop"], command="fit")
-    ['env=custom', 'env.target=mine.Shop']
+    ['env=custom', 'env.target=mine.Shop', 'seed=1', 'env.name=mine.Shop']
+    >>> with_environment(["env.target=mine:Shop", "env.name=shop"], command="fit")
+    ['env=custom', 'env.target=mine.Shop', 'env.name=shop']
     """
     completed: list[str] = []
+    path = None
     for line in overrides:
         key, _, value = line.partition("=")
         is_class = _CLASS_PATH.fullmatch(value.strip("'\"")) is not None
         if key.lstrip("+") in ("env", "env.target") and is_class:
             completed += ["env=custom"] if key.endswith("env") else []
             # as entry points write it
-            completed.append(f"env.target={value.replace(':', '.')}")
+            path = value.replace(":", ".")
+            completed.append(f"env.target={path}")
         else:
             completed.append(line)
-    keys = {line.partition("=")[0].lstrip("+") for line in completed}
-    if command in _WITH_DEFAULTS and "env.target" in keys and not keys & {"env", "experiment"}:
-        return ["env=custom", *completed]
+    parts = [line.lstrip("+").partition("=") for line in completed]
+    given = {key: value.strip("'\"") for key, _, value in parts}
+    if (
+        command in _WITH_DEFAULTS
+        and "env.target" in given
+        and not given.keys() & {"env", "experiment"}
+    ):
+        completed, given["env"] = ["env=custom", *completed], "custom"
+    if path is not None and given.get("env") == "custom" and "env.name" not in given:
+        completed.append(f"env.name={path}")
     return completed
 
 

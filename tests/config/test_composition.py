@@ -105,9 +105,12 @@ def test_a_class_path_alone_is_an_environment_of_ones_own() -> None:
     for settings in (
         {"env": f"{__name__}.Shop"}, {"env.target": f"{__name__}.Shop"}, {"env": f"{__name__}:Shop"},
         {"env.target": f"{__name__}:Shop"}, {"+env": f"{__name__}.Shop"}, {"env": {"target": Shop}},
+        {"env": "custom", "env.target": f"{__name__}.Shop"},
     ):  # fmt: skip
         env = composed("fit", settings).env
-        assert (env.name, env.target) == ("custom", f"{__name__}.Shop")
+        assert env.name == env.target == f"{__name__}.Shop"
+    named = {"env": f"{__name__}.Shop", "env.name": "shop"}
+    assert composed("fit", named).env.name == "shop"
     # the settings of a shipped environment stay where it is chosen
     env = composed("fit", {"env": "frozenlake", "env.target": "envs.frozen_lake.FrozenLake"}).env
     assert env.name == "frozenlake"

@@ -25,4 +25,4 @@ def test_the_notebook_trains_an_environment_of_a_cell(tmp_path: Path) -> None:
     assert "random" in shown and "return" in shown
     assert "ragen_pl.train(…, ckpt_path=" in shown and "ragen_pl.fit" not in shown
     assert any("image/png" in data for data in displayed)
-    assert (tmp_path / "runs" / "custom").is_dir()
+    assert (tmp_path / "runs" / "__main__.Market").is_dir()
