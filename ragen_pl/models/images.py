@@ -19,7 +19,13 @@ from torch import Tensor
 
 from ragen_pl.models.facts import image_features_of
 from ragen_pl.models.image_features import ImageFeatures
-from ragen_pl.models.processor_inputs import EXAMPLE, TokenTypes, processed, slot_texts
+from ragen_pl.models.processor_inputs import (
+    EXAMPLE,
+    TokenTypes,
+    on_device,
+    processed,
+    slot_texts,
+)
 from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:
@@ -31,8 +37,10 @@ if TYPE_CHECKING:
 
 PIXELS_PER_CALL = 2**26
 HELD_BYTES = 2**30
-# outputs of an image encoder: features of image tokens, of deeper layers, and what no decoder reads
-_KNOWN = {"pooler_output", "deepstack_features", "last_hidden_state", "hidden_states", "attentions"}
+# outputs of an image encoder: features of image tokens and of deeper layers, and ends of the names of what no decoder
+# reads, such as `high_res_vision_hidden_states` (DeepSeek-VL's hybrid)
+_KNOWN = {"pooler_output", "deepstack_features"}
+_UNREAD = ("last_hidden_state", "hidden_states", "attentions")
 
 
 def content_key(image: np.ndarray) -> bytes:
@@ -49,17 +57,19 @@ class FeatureForm:
     Attributes:
         listed: Whether they are one tensor for each image.
         piece: Tokens of each piece of an image, where they are one tensor `[pieces, tokens, hidden]`; 0 elsewhere.
+        layers: Decoder layers that read the features of deeper layers, where the encoder names them (Granite 4 Vision).
     """
 
     listed: bool = False
     piece: int = 0
+    layers: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, features: Tensor | Sequence[Tensor]) -> Self:
+    def of(cls, features: Tensor | Sequence[Tensor], *, layers: tuple[int, ...] = ()) -> Self:
         """Return the form of an encoder's output."""
         if not isinstance(features, Tensor):
-            return cls(listed=True)
-        return cls(piece=features.shape[1] if features.ndim == 3 else 0)
+            return cls(listed=True, layers=layers)
+        return cls(piece=features.shape[1] if features.ndim == 3 else 0, layers=layers)
 
 
 @dataclass(slots=True)
@@ -270,7 +280,8 @@ class ImageEncoder:
         """Return the pixels that the encoder sees of an image. Gemma 3's sees 896 x 896 of any."""
         if image.shape not in self._pixels:
             inputs = self.inputs([[image]]).values()
-            values = sum(value.numel() for value in inputs if value.is_floating_point())
+            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            values = sum(value.numel() for value in tensors if value.is_floating_point())
             self._pixels[image.shape] = max(1, values // 3)
         return self._pixels[image.shape]
 
@@ -280,22 +291,26 @@ class ImageEncoder:
         encode = image_features_of(self.model)
         output = encode(**inputs)
         counts = tuple(self.num_tokens(image) for image in images)
-        if (kinds := {name for name in output if output[name] is not None}) - _KNOWN or not (
-            kinds & {"pooler_output"}
-        ):
+        kinds = {n for n in output if output[n] is not None and not n.endswith(_UNREAD)}
+        if kinds - _KNOWN or not kinds:
             raise ValueError(
                 f"model.build: transformers' {self.facts.family} gives image features of a kind of its own "
-                f"({', '.join(sorted(kinds - _KNOWN or kinds))}), not one vector for each image token; choose another "
+                f"({', '.join(sorted(kinds - _KNOWN)) or 'none'}), not one vector for each image token; choose another "
                 "model"
             )
-        self.held.form = FeatureForm.of(output.pooler_output)
-        tokens = joined(output.pooler_output)
+        deepstack: Sequence[Any] = output.get("deepstack_features") or ()
+        layers: tuple[int, ...] = ()
+        if deepstack and isinstance(deepstack[0], tuple) and isinstance(deepstack[0][0], int):
+            layers, deepstack = zip(*deepstack, strict=True)
+        # without features of its own, an image token has those of the first layer that reads any
+        features = output.pooler_output if "pooler_output" in kinds else deepstack[0]
+        self.held.form = FeatureForm.of(features, layers=layers)
+        tokens = joined(features)
         if len(tokens) != sum(counts):
             raise ValueError(
                 f"{self.facts.family}: the model gives {len(tokens)} features for {len(images)} images and the "
                 f"processor has {sum(counts)} image tokens for them; the two do not belong together"
             )
-        deepstack = output.get("deepstack_features") or ()
         return ImageFeatures(
             tokens=tokens,
             counts=counts,
@@ -303,7 +318,7 @@ class ImageEncoder:
             grids=inputs.get("image_grid_thw"),
         )
 
-    def inputs(self, samples: Sequence[Sequence[np.ndarray]]) -> dict[str, Tensor]:
+    def inputs(self, samples: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
         """Return the image inputs of the model's forward.
 
         Args:
@@ -319,7 +334,7 @@ class ImageEncoder:
             )
         )
 
-    def _inputs_of_one_size(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    def _inputs_of_one_size(self, images: Sequence[np.ndarray]) -> dict[str, Any]:
         """Return the image inputs of images of one size, each in a sequence of its own.
 
         The whole processor also tokenizes a text for each image, which takes longer than the pixels of a small one.
@@ -343,21 +358,20 @@ class ImageEncoder:
             return False
         inputs = self.inputs([[image] for image in images])
         return alone.keys() == inputs.keys() and all(
-            torch.equal(alone[name], value) for name, value in inputs.items()
+            _equal(alone[name], value) for name, value in inputs.items()
         )
 
     def _image_outputs(self, images: Sequence[np.ndarray]) -> Mapping[str, Any]:
         image_processor: Any = self.processor.image_processor
         return processed(image_processor, images=list(images), return_tensors="pt", **self.settings)
 
-    def _for_the_model(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the outputs of a processor that are arguments of the model, on its device."""
-        device = next(self.model.parameters()).device
-        return {
-            name: value.to(device)
-            for name, value in outputs.items()
-            if name in self.facts.vision_arguments
-        }
+    def _for_the_model(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs of a processor that are arguments of the model, tensors on its device."""
+        taken = self.facts.vision_arguments
+        return on_device(
+            {name: value for name, value in outputs.items() if name in taken},
+            next(self.model.parameters()).device,
+        )
 
     def token_types(self, ids: Tensor, *, shown: bool) -> dict[str, Tensor]:
         """Return the types of tokens that the model's forward takes; see `TokenTypes`."""
@@ -387,14 +401,24 @@ def encoder_outputs(features: ImageFeatures, form: FeatureForm) -> dict[str, Any
         tokens = features.tokens.split(features.counts)
     elif form.piece and not any(count % form.piece for count in features.counts):
         tokens = features.tokens.unflatten(0, (-1, form.piece))
+    deepstack: list[Any] = [layer.split(features.counts) for layer in features.deepstack]
+    if form.layers:
+        deepstack = list(zip(form.layers, deepstack, strict=True))
     return {
         "image": SimpleNamespace(
             pooler_output=tokens,
-            deepstack_features=[layer.split(features.counts) for layer in features.deepstack],
+            deepstack_features=deepstack,
             # of a loss that is not trained with (Granite Docling)
             router_logits=None,
         )
     }
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Return whether two outputs of a processor are equal, of which some are lists (Unlimited OCR)."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)
 
 
 def _bytes(features: ImageFeatures) -> int:

@@ -45,7 +45,9 @@ class _GivenIds:
 
         ids = self._ids
         data = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
-        return BatchEncoding(data, tensor_type=return_tensors)
+        # the text is that of the images, of which some ask for the number of tokens (Idefics 3)
+        places = self._tokenizer(text, add_special_tokens=False).encodings
+        return BatchEncoding(data, encoding=places, tensor_type=return_tensors)
 
 
 def processed(processor: ProcessorMixin, **inputs: Any) -> Any:
