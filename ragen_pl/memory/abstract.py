@@ -30,10 +30,10 @@ from ragen_pl.models.facts import image_features_of
 from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.images import (
     PIXELS_PER_CALL,
-    FeatureForm,
     HeldFeatures,
     ImageEncoder,
     encoder_outputs,
+    features_of,
     joined,
 )
 from ragen_pl.models.pretrained import load_tokenizer, present_image_settings
@@ -270,14 +270,13 @@ class AbstractImages:
         arguments = self.facts.vision_arguments
         encode = image_features_of(self.model)
         output = encode(**{name: value for name, value in processed.items() if name in arguments})
-        features = output.pooler_output
-        self.held.form = FeatureForm.of(features)
+        features, deeper, self.held.form = features_of(output)
         parts = [image.flatten(0, -2) for image in features]
         return ImageFeatures(
             tokens=torch.cat(parts),
             counts=tuple(len(part) for part in parts),
-            deepstack=tuple(joined(layer) for layer in output.get("deepstack_features") or ()),
-            grids=processed.get("image_grid_thw"),
+            deepstack=tuple(joined(layer) for layer in deeper),
+            grids=processed.get(self.facts.grid_argument or ""),
         )
 
     def _processed(self, image: np.ndarray, *, count: int) -> dict[str, Any]:

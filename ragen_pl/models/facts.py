@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # layers with keys and values of every token
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
+# sizes of images in patches, as families call them: Qwen's and their relatives, and MiniCPM-V
+_GRIDS = frozenset({"image_grid_thw", "target_sizes"})
 # implementations that take any mask
 _MASKED = ("eager", "sdpa", PACKED_ROWS)
 
@@ -81,6 +83,12 @@ class ModelFacts:
     def token_begins_image(self) -> bool:
         """Whether an image is found by the token before it, which stays with the image: Qwen2.5-Omni's positions."""
         return self.position_axes > 1
+
+    @property
+    def grid_argument(self) -> str | None:
+        """Input of images that positions are computed from: their sizes in patches; None for positions of one axis."""
+        shared = self.position_arguments & self.vision_arguments & _GRIDS
+        return min(shared, default=None)
 
     @property
     def type_arguments(self) -> frozenset[str]:

@@ -64,12 +64,28 @@ class FeatureForm:
     piece: int = 0
     layers: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, features: Tensor | Sequence[Tensor], *, layers: tuple[int, ...] = ()) -> Self:
-        """Return the form of an encoder's output."""
-        if not isinstance(features, Tensor):
-            return cls(listed=True, layers=layers)
-        return cls(piece=features.shape[1] if features.ndim == 3 else 0, layers=layers)
+
+def features_of(output: Mapping[str, Any]) -> tuple[Any, list[Any], FeatureForm]:
+    """Return an encoder's features of image tokens, those of deeper layers, and their form.
+
+    Args:
+        output: Output of the model's `get_image_features`.
+
+    Raises:
+        KeyError: It has none.
+    """
+    deeper: Any = output.get("deepstack_features") or ()
+    layers: tuple[int, ...] = ()
+    if deeper and isinstance(deeper[0], tuple) and isinstance(deeper[0][0], int):
+        layers, deeper = zip(*deeper, strict=True)
+    features = output.get("pooler_output")
+    if features is None and not deeper:
+        raise KeyError("pooler_output")
+    # image tokens without features of their own have those of the first layer that reads any
+    features = deeper[0] if features is None else features
+    listed = not isinstance(features, Tensor)
+    piece = 0 if listed or features.ndim != 3 else features.shape[1]
+    return features, list(deeper), FeatureForm(listed=listed, piece=piece, layers=layers)
 
 
 @dataclass(slots=True)
@@ -298,13 +314,7 @@ class ImageEncoder:
                 f"({', '.join(sorted(kinds - _KNOWN)) or 'none'}), not one vector for each image token; choose another "
                 "model"
             )
-        deepstack: Sequence[Any] = output.get("deepstack_features") or ()
-        layers: tuple[int, ...] = ()
-        if deepstack and isinstance(deepstack[0], tuple) and isinstance(deepstack[0][0], int):
-            layers, deepstack = zip(*deepstack, strict=True)
-        # without features of its own, an image token has those of the first layer that reads any
-        features = output.pooler_output if "pooler_output" in kinds else deepstack[0]
-        self.held.form = FeatureForm.of(features, layers=layers)
+        features, deeper, self.held.form = features_of(output)
         tokens = joined(features)
         if len(tokens) != sum(counts):
             raise ValueError(
@@ -314,9 +324,25 @@ class ImageEncoder:
         return ImageFeatures(
             tokens=tokens,
             counts=counts,
-            deepstack=tuple(joined(layer) for layer in deepstack),
-            grids=inputs.get("image_grid_thw"),
+            deepstack=tuple(joined(layer) for layer in deeper),
+            grids=self._grids(inputs, count=len(images)),
         )
+
+    def _grids(self, inputs: Mapping[str, Any], *, count: int) -> Tensor | None:
+        """Return the input that positions are computed from, which has a row for each image.
+
+        Raises:
+            ValueError: An image has several rows.
+        """
+        name = self.facts.grid_argument
+        grids: Tensor | None = None if name is None else inputs.get(name)
+        if grids is not None and len(grids) != count:
+            raise ValueError(
+                f"model.build.image_processor: {self.facts.family} computes positions of the parts that an image is "
+                f"cut into ({len(grids)} for {count} images), which is not known here; set one part for an image, such "
+                "as max_slice_nums=1, or choose another model"
+            )
+        return grids
 
     def inputs(self, samples: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
         """Return the image inputs of the model's forward.

@@ -267,7 +267,7 @@ def _rope_positions(
         return (counted.cumsum(1) - 1).clamp_(min=0).expand(bundle.facts.position_axes, *ids.shape)
     assert bundle.images is not None
     known = bundle.images.token_types(ids, shown=True) | {
-        "image_grid_thw": features.grids,
+        str(bundle.facts.grid_argument): features.grids,
         "attention_mask": torch.ones_like(ids) if new is None else new.long(),
     }
     index: Callable[..., tuple[Tensor, Tensor]] = bundle.backbone.get_rope_index  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # of arrays; processors would take an image of height 3 for one whose channels come first
 _LAYOUT = {"input_data_format": "channels_last"}
+_TYPES = "mm_token_type_ids"
 EXAMPLE = np.zeros((64, 64, 3), dtype=np.uint8)
 """An image."""
 
@@ -78,7 +79,9 @@ def own_inputs(
     reader.tokenizer = _GivenIds(processor.tokenizer, ids)
     text = [processor.image_token * len(images)]  # type: ignore[attr-defined]
     shown = {"images": [list(images)]} if images else {}
-    return dict(processed(reader, text=text, return_tensors="pt", **shown, **settings))
+    # the types that the model expects, which some processors give only if asked to (Cosmos 3 Edge)
+    asked = {f"return_{name}": True for name in processor.model_input_names if name == _TYPES}
+    return dict(processed(reader, text=text, return_tensors="pt", **asked, **shown, **settings))
 
 
 def slot_texts(
