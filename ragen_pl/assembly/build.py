@@ -391,8 +391,8 @@ def _mixture(cfg: DictConfig) -> Mixture | None:
     if not is_mixture(cfg.env):
         return None
 
-    from ragen_pl.data.curriculum import SamplingRule
     from ragen_pl.data.mixture import MixedEnvironment, Mixture
+    from ragen_pl.data.task_sampling import SamplingRule
 
     return Mixture(
         {

@@ -147,6 +147,7 @@ def _run_facts(
         loss=loss,
         callbacks=tuple(callbacks),
         compacts=cfg.context.get("compaction") is not None,
+        truncates=any(cfg.rollout.get(name) for name in ("top_p", "top_k", "min_p")),
         hinted=loss.hint is not None,
     )
 

@@ -154,13 +154,7 @@ class Teacher:
         Raises:
             ValueError: It does not.
         """
-        kl = facts.loss.kl if isinstance(facts.loss, UpdateLoss) else None
-        if kl is not None and kl.estimator is KLEstimator.K1 and not kl.changes_rewards:
-            raise ValueError(
-                "algorithm.loss.kl.estimator=k1: in the loss its gradient does not depend on the teacher; set "
-                "full_reverse or k2, or place=reward, algorithm.loss.policy_coefficient=1.0 and the estimator "
-                "ragen_pl.algorithms.advantages.teacher_ratio.TeacherRatio"
-            )
+        check_estimator(facts)
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the teacher, which scores the ids that the policy can sample.
@@ -234,6 +228,21 @@ class Teacher:
             config = read_config(build["path"], {"local_files_only": True})
             kept = {key: value for key, value in build.items() if key not in _OF_LOADING}
             return describe_pretrained(config, **({"dtype": _dtype_of(student)} | kept))
+
+
+def check_estimator(facts: RunFacts) -> None:
+    """Check that the loss takes its gradient from a teacher.
+
+    Raises:
+        ValueError: It does not.
+    """
+    kl = facts.loss.kl if isinstance(facts.loss, UpdateLoss) else None
+    if kl is not None and kl.estimator is KLEstimator.K1 and not kl.changes_rewards:
+        raise ValueError(
+            "algorithm.loss.kl.estimator=k1: in the loss its gradient does not depend on the teacher; set "
+            "full_reverse or k2, or place=reward, algorithm.loss.policy_coefficient=1.0 and the estimator "
+            "ragen_pl.algorithms.advantages.teacher_ratio.TeacherRatio"
+        )
 
 
 @torch.no_grad()

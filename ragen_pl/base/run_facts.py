@@ -34,6 +34,7 @@ class RunFacts:
         callbacks: Callbacks of the run, in order.
         environments: Number of environments.
         compacts: Whether summaries replace a full history.
+        truncates: Whether sampling leaves ids out (top-p, top-k, min-p).
         hinted: Whether the reference reads hints that the policy does not.
     """
 
@@ -59,6 +60,7 @@ class RunFacts:
     callbacks: tuple[object, ...]
     environments: int = 1
     compacts: bool = False
+    truncates: bool = False
     hinted: bool = False
 
     def require_groups(self, component: object, *, key: str) -> None:

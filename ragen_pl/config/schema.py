@@ -126,7 +126,9 @@ class Environment(OneEnvironment, TypedDict, total=False):
     """
 
     environments: dict[str, Annotated[MixedEnvironment, _MIXED_MANAGER, _MIXED]]
-    sampling: Annotated[dict[str, Any], Arguments("ragen_pl.data.curriculum.SamplingRule")] | None
+    sampling: (
+        Annotated[dict[str, Any], Arguments("ragen_pl.data.task_sampling.SamplingRule")] | None
+    )
 
 
 class Algorithm(TypedDict, total=False):

@@ -10,9 +10,10 @@ from ragen_pl.algorithms.mixture import MixtureSchedule
 from ragen_pl.base.checked import checked
 from ragen_pl.base.restoring import restore
 from ragen_pl.base.seeding import derive_seed
-from ragen_pl.data.curriculum import SampledTasks, SamplingRule, TaskChoice
+from ragen_pl.data.curriculum import TaskChoice
 from ragen_pl.data.demonstrations import DemonstrationDataModule, WarmStartDataModule
 from ragen_pl.data.settings import UpdateSettings, WarmStartSettings
+from ragen_pl.data.task_sampling import SampledTasks, SamplingRule
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rewards.shaping import RewardFunction

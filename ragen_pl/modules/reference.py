@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -49,7 +50,31 @@ def divergence(
     return kl_estimate(scores.logprobs, reference_logprobs, how=estimator)
 
 
-class WithoutAdapters:
+class OtherReference(ABC):
+    """Model that the policy is compared with and that is no module: it has no weights of its own here."""
+
+    @property
+    @abstractmethod
+    def bundle(self) -> ModelBundle:
+        """Its model."""
+
+    @abstractmethod
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return logits `[…, vocab]` of hidden states `[…, hidden]`."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        samples: Samples,
+        images: Sequence[Tensor],
+        *,
+        microbatches: Sequence[Tensor] | None = None,
+        readout: Readout | None = None,
+    ) -> Any:
+        """Return the readout of samples. The arguments are those of `PolicyModule.forward`."""
+
+
+class WithoutAdapters(OtherReference):
     """A policy with its adapters switched off. No module, because its weights are saved with the policy."""
 
     def __init__(self, policy: PolicyModule) -> None:
@@ -78,7 +103,7 @@ class WithoutAdapters:
             return self.policy(samples, images, microbatches=microbatches, readout=readout)
 
 
-ReferencePolicy = PolicyModule | WithoutAdapters
+ReferencePolicy = PolicyModule | OtherReference
 
 
 class Reference(Protocol):

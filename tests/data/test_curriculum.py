@@ -13,9 +13,10 @@ from support.episodes.small_lakes import FAR, Module, proxy_of
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.algorithms.task_sampling import TaskScore, drawn_tasks, task_probabilities
 from ragen_pl.base.restoring import restore
-from ragen_pl.data.curriculum import Curriculum, TaskSampling
+from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
+from ragen_pl.data.task_sampling import TaskSampling
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
 

@@ -9,10 +9,11 @@ from support.episodes.trajectories import make_trajectory, make_turn
 import envs  # noqa: F401 - registers the environments
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data import datamodule
-from ragen_pl.data.curriculum import Curriculum, SamplingRule, TaskSampling
+from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.mixture import MixedEnvironment, Mixture
 from ragen_pl.data.settings import IterationSettings
+from ragen_pl.data.task_sampling import SamplingRule, TaskSampling
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.manager import EnvironmentManager

@@ -26,7 +26,10 @@ from support.models.vllm_models import (
     request,
 )
 from support.servers.vllm_servers import CACHE_BYTES, ROOT, UserServer, environment
+from transformers import AutoModelForCausalLM
 
+from ragen_pl.assembly.teacher_server import TeacherServer
+from ragen_pl.data.batch import Samples
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import Prompt, generate
@@ -292,6 +295,28 @@ def connect(servers):
     yield make
     for engine in engines:
         engine.close()
+
+
+def test_servers_score_a_policys_tokens_as_a_teacher(servers):
+    bundle = build("text")
+    teacher = TeacherServer(urls=[one.url for one in servers], timeout_s=600.0)
+    teacher.check(bundle)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(20, 80, (6, 30), generator=generator)
+    lengths = torch.tensor([30, 12, 2, 30, 7, 19])
+    place = torch.arange(30)[None, :]
+    samples = Samples.of_one_turn(
+        ids,
+        (place >= 1) & (place < lengths[:, None]),
+        length=lengths,
+        image_index=torch.full((6, 0), -1),
+    )
+    scores = teacher.build(PolicyModule(bundle))(samples, ()).logprobs
+    model = AutoModelForCausalLM.from_pretrained(servers[0].folder, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
+    expected = torch.where(samples.turn[:, 1:] >= 0, logprobs.squeeze(-1), 0.0)
+    assert torch.allclose(scores[:, 1:], expected, atol=1e-4) and expected.std() > 0.1
 
 
 def test_two_servers_share_the_sessions(connect):

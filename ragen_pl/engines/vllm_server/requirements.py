@@ -64,7 +64,7 @@ class Requirements:
                     f"rollout.engine.urls: {server.url} has {found}; start it with {flag}"
                 )
             if not config["model_config"]["skip_tokenizer_init"]:
-                await self._check_tokenizer(server)
+                await check_tokenizer(server, self.bundle, key="rollout.engine.urls")
             await _check_generate(server)
         except RequestFailedError as error:
             raise RefusedError(
@@ -127,27 +127,38 @@ class Requirements:
                 f"--mm-processor-kwargs '{wanted}'",
             )
 
-    async def _check_tokenizer(self, server: Server) -> None:
-        """Compare the vocabulary, how a text is split, and the chat template."""
-        tokenizer, renderer = self.bundle.tokenizer, self.bundle.renderer
-        vocabulary = list(self.bundle.token_ids)
-        body: Json = {"prompt": _PROBE, "add_special_tokens": False}
-        ids = (await server.call("POST", "/tokenize", body))["tokens"]
-        text = (await server.call("POST", "/detokenize", {"tokens": vocabulary}))["prompt"]
-        if text != tokenizer.decode(vocabulary) or ids != _ids(tokenizer, _PROBE):
-            raise RefusedError(
-                f"rollout.engine.urls: {server.url} has another tokenizer than the trainer; start it with the "
-                "trainer's model, or with --tokenizer FOLDER"
-            )
-        if not renderer.chat_template:
-            return
-        chat = renderer.apply_chat_template(_CHAT, add_generation_prompt=True, tokenize=False)
-        body = {"messages": _CHAT, "add_generation_prompt": True}
-        if (await server.call("POST", "/tokenize", body))["tokens"] != _ids(tokenizer, chat):
-            raise RefusedError(
-                f"rollout.engine.urls: {server.url} has another chat template than the trainer; start it with the "
-                "trainer's model, or with --chat-template FILE"
-            )
+
+async def check_tokenizer(server: Server, bundle: ModelBundle, *, key: str) -> None:
+    """Compare the vocabulary, how a text is split, and the chat template.
+
+    Args:
+        server: A server.
+        bundle: Model whose ids the server is to read.
+        key: Setting that names the server.
+
+    Raises:
+        RefusedError: They are others.
+        ServerError: It gives no answer that can be used.
+    """
+    tokenizer, renderer = bundle.tokenizer, bundle.renderer
+    vocabulary = list(bundle.token_ids)
+    body: Json = {"prompt": _PROBE, "add_special_tokens": False}
+    ids = (await server.call("POST", "/tokenize", body))["tokens"]
+    text = (await server.call("POST", "/detokenize", {"tokens": vocabulary}))["prompt"]
+    if text != tokenizer.decode(vocabulary) or ids != _ids(tokenizer, _PROBE):
+        raise RefusedError(
+            f"{key}: {server.url} has another tokenizer than the trainer; start it with the trainer's model, or with "
+            "--tokenizer FOLDER"
+        )
+    if not renderer.chat_template:
+        return
+    chat = renderer.apply_chat_template(_CHAT, add_generation_prompt=True, tokenize=False)
+    body = {"messages": _CHAT, "add_generation_prompt": True}
+    if (await server.call("POST", "/tokenize", body))["tokens"] != _ids(tokenizer, chat):
+        raise RefusedError(
+            f"{key}: {server.url} has another chat template than the trainer; start it with the trainer's model, or "
+            "with --chat-template FILE"
+        )
 
 
 async def _check_generate(server: Server) -> None:

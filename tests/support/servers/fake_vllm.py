@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors.torch import load_file
 
 from ragen_pl.engines.vllm_server.plugin import BACKEND, Downloads, TransferError
@@ -175,6 +176,27 @@ class Handler(BaseHTTPRequestHandler):
 
     def detokenize(self, body: dict) -> tuple[int, object]:
         return 200, {"prompt": self.server.bundle.tokenizer.decode(body["tokens"])}
+
+    def v1_models(self, _: None) -> tuple[int, object]:
+        return 200, {"data": [{"id": "teacher"}]}
+
+    def v1_completions(self, body: dict) -> tuple[int, object]:
+        """Score a prompt of ids, as `prompt_logprobs=0` asks for."""
+        assert body["model"] == "teacher" and body["prompt_logprobs"] == 0
+        self.server.asked.append(body)
+        if self.server.faults:
+            fault = self.server.faults.pop(0)
+            return (
+                (fault, {"error": {"message": "a fault"}}) if isinstance(fault, int) else (200, {})
+            )
+        ids = torch.tensor([body["prompt"]])
+        with self.server.lock, torch.no_grad():
+            logprobs = self.server.bundle.model(ids).logits[0].log_softmax(-1)
+        scores = [
+            {str(token): {"logprob": float(logprobs[place, token])}}
+            for place, token in enumerate(body["prompt"][1:])
+        ]
+        return 200, {"choices": [{"prompt_logprobs": [None, *scores]}]}
 
     def pause(self, _: None) -> tuple[int, object]:
         self.server.paused = True
