@@ -17,7 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.assembly.build import build_named, environments_of_records, learns_values
+from ragen_pl.assembly.build import (
+    build_named,
+    environments_of_records,
+    episode_settings,
+    learns_values,
+)
 from ragen_pl.assembly.start_check import engine_class
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.base.run_facts import ChecksRun, ChecksSettings, RunFacts
@@ -28,8 +33,8 @@ from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.settings import RecordSettings, WarmStartSettings
 from ragen_pl.engines.protocol import check_asynchronous, kept_ids_problem
-from ragen_pl.models.truncation import Truncation
 from ragen_pl.modules.losses import UpdateLoss
+from ragen_pl.rollout.proxy import truncation_of
 
 
 def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[Any, Any]]) -> None:
@@ -79,11 +84,8 @@ def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[A
         # another one is checked when it is there
         if cfg.rollout.iterations_ahead and engine is not None:
             check_asynchronous(engine)
-            limits = {name: cfg.rollout.get(name) for name in ("top_p", "top_k", "min_p")}
-            truncation = Truncation(
-                **{key: value for key, value in limits.items() if value is not None}
-            )
-            if truncation and not engine.records_kept_ids:
+            truncation = truncation_of(episode_settings(cfg.rollout))
+            if truncation is not None and not engine.records_kept_ids:
                 raise ValueError(kept_ids_problem(engine.__name__, truncation))
         for name, alone in environment_configs(cfg).items():
             instantiate(alone.get("curriculum"), _convert_="all")
@@ -147,7 +149,7 @@ def _run_facts(
         loss=loss,
         callbacks=tuple(callbacks),
         compacts=cfg.context.get("compaction") is not None,
-        truncates=any(cfg.rollout.get(name) for name in ("top_p", "top_k", "min_p")),
+        truncates=truncation_of(episode_settings(cfg.rollout)) is not None,
         hinted=loss.hint is not None,
     )
 
