@@ -1,8 +1,9 @@
 """Calls as XML elements between `<tool_call>` and `</tool_call>`, as Qwen3.5 and later models write them.
 
 A value is the text between its tags, without the line break that the template writes after the opening tag and before
-the closing one. It cannot hold `</parameter>`. Its type is that of the parameter in the tool's JSON schema. Where the
-schema says no type, the value is the text, also where this could be read as JSON: servers of these models do the same.
+the closing one. It cannot hold `</parameter>`. Its type is that of the parameter in the tool's JSON schema. A schema
+without `type` has those of its values and of its keywords, such as `minItems` of an array (JSON Schema 2020-12).
+Where it says none, the value is the text, also where this could be read as JSON: servers of these models do the same.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def _types(parameter: Any, schema: Mapping[str, Any]) -> set[str]:
 
 
 def _implied(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema without `type` describes: those of its values, an object or an array."""
-    types = {kind for keyword, kind in _KEYWORDS.items() if keyword in schema}
+    """Return the types that a schema without `type` describes: those of its values and of its keywords."""
+    types = {kind for kind, keywords in _KEYWORDS.items() if keywords & schema.keys()}
     values = schema.get("enum")
     for value in [*(values if isinstance(values, list | tuple) else []), schema.get("const", "")]:
         types |= _NAMES_OF_TYPES.get(type(value), set())
@@ -121,7 +122,19 @@ def _typed(text: str, types: set[str]) -> Any:
     return value if types & _NAMES_OF_TYPES[type(value)] else text
 
 
-_KEYWORDS = {"properties": "object", "additionalProperties": "object", "items": "array"}
+# keywords that say something of values of one type only
+_KEYWORDS = {
+    "object": {
+        "properties", "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "required",
+        "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
+    },
+    "array": {
+        "items", "prefixItems", "unevaluatedItems", "contains", "minContains", "maxContains", "minItems", "maxItems",
+        "uniqueItems",
+    },
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+    "string": {"minLength", "maxLength", "pattern"},
+}  # fmt: skip
 _NAMES_OF_TYPES: dict[type, set[str]] = {
     bool: {"boolean"},
     dict: {"object"},
