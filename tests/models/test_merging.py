@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import peft
@@ -232,6 +233,32 @@ def test_merged_weights_are_rounded_once_and_a_line_says_so(caplog):
             assert torch.equal(pushed[f"{name}.weight"], expected)
     (line,) = caplog.messages
     assert "merged in float32" in line and "rounded to bfloat16" in line and "=adapters" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (dense, {"use_dora": True}),
+        (dense, {"init_lora_weights": "olora"}),
+        (experts, {"target_modules": ["q_proj"], "target_parameters": BOTH}),
+        (with_biases, {"lora_bias": True, "target_modules": ["q_proj"]}),
+    ],
+)
+def test_all_kinds_of_adapters_are_merged_in_float32(make, settings, dtype):
+    model = make().to(dtype)
+    add_lora(model, {"r": 4, "lora_alpha": 8, **settings})
+    train(model)
+    exact = {
+        name: weight.to(dtype)
+        for name, weight in checkpoint_weights(copy.deepcopy(model).to(torch.float32))
+    }
+    pushed = dict(checkpoint_weights(model))
+    assert pushed.keys() == exact.keys()
+    assert all(torch.equal(weight, exact[name]) for name, weight in pushed.items())
+    merge_adapters(model)
+    exported = dict(checkpoint_weights(model))
+    assert all(torch.equal(weight, exact[name]) for name, weight in exported.items())
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

@@ -34,18 +34,28 @@ class Book(gymnasium.Env):
     action_space = gymnasium.spaces.Discrete(1)
     observation_space = gymnasium.spaces.Text(100)
 
-    def __init__(self, words: int = 0, cut: bool = False, word: str = "far ") -> None:
-        self.words, self.cut, self.word = words, cut, word
+    def __init__(
+        self, words: int = 0, cut: bool = False, word: str = "far ", images: int = 0
+    ) -> None:
+        self.words, self.cut, self.word, self.images = words, cut, word, images
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.page = 0
-        return "a cover", {}
+        return self.seen("a cover", 1), {}
+
+    def seen(self, text: str, images: int) -> str | dict[str, object]:
+        if not self.images:
+            return text
+        return {"text": text, "images": [np.zeros((32, 32, 3), np.uint8)] * images}
 
     def step(self, action):
         self.page += 1
-        text = self.word * self.words if self.page == 2 else "a page"
-        return text, 0.0, False, self.cut and self.page == 2, {"success": False}
+        is_long = self.page == 2
+        seen = self.seen(
+            self.word * self.words if is_long else "a page", self.images if is_long else 1
+        )
+        return seen, 0.0, False, self.cut and is_long, {"success": False}
 
 
 def played(lm, *, window="all", **book):
@@ -60,19 +70,21 @@ def played(lm, *, window="all", **book):
     return proxy.rollout(responder, starts(1), seed_key=(0, "test"))
 
 
-@pytest.mark.parametrize("window", [1, "all"])
+@pytest.mark.parametrize("window", [1, 2, "all"])
 @pytest.mark.parametrize("cut", [False, True], ids=["by the context", "by the environment"])
-def test_a_cut_episode_bootstraps_from_the_last_state_that_fits(lm, window, cut):
-    (episode,) = trajectories = played(lm, window=window, words=5000, cut=cut)
+@pytest.mark.parametrize("shown", ["words", "images"])
+def test_a_cut_episode_bootstraps_from_the_last_state_that_fits(lm, vlm, window, cut, shown):
+    bundle = lm if shown == "words" else vlm
+    (episode,) = trajectories = played(bundle, window=window, cut=cut, **{shown: 5000})
     assert episode.status is EpisodeStatus.TRUNCATED and len(episode.turns) == 2
     assert np.array_equal(episode.final_prompt_ids, episode.turns[-1].prompt_ids)
     assert len(episode.final_prompt_ids) <= LIMIT
     assert rollout_metrics(trajectories)["truncated"] == 1.0
-    batch = collate(trajectories, lm)
-    critic = CriticModule(lm.hidden_size)
+    batch = collate(trajectories, bundle)
+    critic = CriticModule(bundle.hidden_size)
     with torch.no_grad():
         critic.head.layers[-1].bias.fill_(0.25)
-        Scorer(PolicyModule(lm), critic, None, UpdateLoss(), None).bootstrap(
+        Scorer(PolicyModule(bundle), critic, None, UpdateLoss(), None).bootstrap(
             batch, tokens_per_forward=1024
         )
     assert batch.final.input_ids.shape[1] <= LIMIT and batch.episodes.bootstrap.tolist() == [0.25]
