@@ -173,13 +173,12 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
     ) -> None:
         """Clip the gradients by the norms of their groups, or drop them all if one is not finite.
 
-        Those of a group that the step does not train are dropped before. Those of a separate term are clipped by their
-        own norm and added.
+        Those of a separate term are clipped by their own norm and added. Those of a group that the step does not train
+        are dropped.
 
         Raises:
             SkippedStepsError: Too many steps were skipped.
         """
-        self.leave_empty_groups(optimizer)
         groups = self.clipped_groups(optimizer)
         norms = {
             name: torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
@@ -206,6 +205,8 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
         if self.separate_norm is not None and not skipped:
             self.separate.add_to(self, max_norm=self.separate_norm, norm=norms[_SEPARATE])
         self.separate.clear()
+        # after the separate term, whose gradients of 0 would let an optimizer move the weights
+        self.leave_empty_groups(optimizer)
         self.skipped.note(skipped=skipped)
         too_many = self.skipped.too_many() if skipped and not lowers_scale else None
         if too_many is not None:

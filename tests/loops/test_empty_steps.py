@@ -87,11 +87,15 @@ def fit(
     return watch, {name: float(metrics[f"update/empty_steps_{name}"]) for name in GROUPS}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("own_critic", [False, True], ids=["shared trunk", "own trunk"])
-def test_more_minibatches_than_samples(setup_of, accumulate, own_critic):
+@pytest.mark.parametrize(
+    ("own_critic", "accumulate", "clip_norm"),
+    [(False, 1, None), (True, 1, None), (False, 2, None), (True, 2, 1.0)],
+    ids=["shared trunk", "own trunk", "two parts of a step", "a norm of the divergence"],
+)
+def test_more_minibatches_than_samples(setup_of, accumulate, own_critic, clip_norm):
     """12 episodes as 12 samples, one a window of the whole episode, in 16 minibatches."""
-    setup = setup_of(window="all", weight_decay=0.1, own_critic=own_critic)
+    kl = {"clip_norm": clip_norm}
+    setup = setup_of(window="all", weight_decay=0.1, own_critic=own_critic, kl=kl)
     watch, empty = fit(*setup.build(), minibatches=16, accumulate=accumulate)
     trained = [step[0] for step in watch.tokens]
     assert trained == 4 * ([True] * 12 + [False] * 4)
