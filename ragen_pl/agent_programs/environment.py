@@ -329,7 +329,10 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         assert self._program is not None
         if self._ended_for is not None or self._outcome.get("code") != 0:
             if self.crash_reward is None:
-                raise RuntimeError(f"the program failed: {self._ending()}")
+                # what the policy says may be why it goes on asking
+                advice = "; env.kwargs.crash_reward=-1 trains on such episodes"
+                text = f"the program failed: {self._ending()}"
+                raise RuntimeError(text if self._ended_for is None else text + advice)
             return ProgramResult(parts={"crash": self.crash_reward})
         if self.verifier is None:
             text = self._program.result()

@@ -45,6 +45,8 @@ def test_a_program_that_sends_refused_requests_for_ever_is_ended(play, script, c
     assert episode.status is EpisodeStatus.FAILED
     assert "its last 100 requests were refused" in episode.error and code in episode.error
     assert len(episode.turns) == bool(first)
+    if first:
+        assert "env.kwargs.crash_reward=-1 trains on such episodes" in episode.error
 
 
 def test_such_an_episode_gets_the_reward_of_a_crash(play, script):
