@@ -7,13 +7,17 @@ import math
 import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
 import yaml
 from pydantic_core import from_json
+
+from ragen_pl.base.files import disk_errors_of
 
 try:
     from yaml import CSafeLoader as PlainLoader
@@ -41,6 +45,18 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 # calls in a pickle that make room for a number of bytes or values
 _MAKE_ROOM = ("bytearray", "Tensor")
 _LOCAL_HEADER = b"PK\x03\x04"
+# the end of an archive (APPNOTE 4.3.14 to 4.3.16): of a large one, the place of that, and of any one
+_END_64, _PLACE_64, _END = (
+    struct.Struct("<4sQ2H2L4Q"),
+    struct.Struct("<4sLQL"),
+    struct.Struct("<4s4H2LH"),
+)
+# in which zipfile looks for it
+_END_BYTES = _END.size + (1 << 16)
+# of an entry of the directory: its bytes, and where the lengths of name, extra field and comment stand in them
+_ENTRY_BYTES, _LENGTHS, _LENGTHS_AT = 46, struct.Struct("<3H"), 28
+# an entry has no other flags than that its sizes follow it and that its name is UTF-8, and is no folder
+_FLAGS, _IS_FOLDER = 0x0808, 0x10
 
 
 class ForeignFileError(ValueError):
@@ -152,10 +168,23 @@ def plain_json(text: str | bytes) -> Any:
 def json_object(file: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file, None where there is none: the file may be damaged, or no plain one."""
     try:
-        if not file.is_file() or file.stat().st_size > _DESCRIPTION_BYTES:
-            return None
-        found = plain_json(file.read_bytes())
-    except (OSError, ValueError):
+        return readable_json_object(file)
+    except OSError:
+        return None
+
+
+def readable_json_object(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file, None where there is none.
+
+    Raises:
+        OSError: It can't be read, which says nothing about what it holds.
+    """
+    if not file.is_file() or file.stat().st_size > _DESCRIPTION_BYTES:
+        return None
+    try:
+        with disk_errors_of(file):
+            found = plain_json(file.read_bytes())
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 
@@ -174,23 +203,65 @@ def archive_problem(file: Path | bytes) -> str | None:
     if isinstance(file, Path) and file.exists() and not file.is_file():
         return "is no plain file"
     try:
+        with _opened(file) as stream:
+            # zipfile takes an error of reading the end for another kind of file
+            size = stream.seek(0, io.SEEK_END)
+            stream.seek(max(0, size - _END_BYTES))
+            stream.read()
         with _opened(file) as stream, zipfile.ZipFile(stream) as archive:
-            size, entries = stream.seek(0, io.SEEK_END), archive.infolist()
+            entries = archive.infolist()
             for entry in entries:
+                if not 0 <= entry.header_offset < size:
+                    return "is damaged"
                 stream.seek(entry.header_offset)
                 if stream.read(len(_LOCAL_HEADER)) != _LOCAL_HEADER:
                     return "is damaged"
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                return "is compressed, which torch.save does not do"
+            if sum(entry.file_size for entry in entries) > size:
+                return "has entries that share bytes"
+            stream.seek(archive.start_dir)
+            if not _fits(stream.read(), archive):
+                return "is damaged: its directory has changed since it was written"
     except (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile):
         return "is damaged or no checkpoint"
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        return "is compressed, which torch.save does not do"
-    if sum(entry.file_size for entry in entries) > size:
-        return "has entries that share bytes"
     return None
 
 
-def _opened(file: Path | bytes) -> IO[bytes]:
-    return file.open("rb") if isinstance(file, Path) else io.BytesIO(file)
+def _fits(directory: bytes, archive: zipfile.ZipFile) -> bool:
+    """Return whether the directory of an archive agrees with itself: zipfile and torch each read a part of it.
+
+    Args:
+        directory: All from its first entry to the end of the file.
+        archive: The archive, of entries that are not compressed.
+    """
+    entries, start, size = archive.infolist(), archive.start_dir, 0
+    for entry in entries:
+        is_plain = entry.compress_size == entry.file_size and not (
+            entry.flag_bits & ~_FLAGS or entry.external_attr & _IS_FOLDER
+        )
+        if not is_plain or entry.volume or entry.comment:
+            return False
+        size += _ENTRY_BYTES + sum(_LENGTHS.unpack_from(directory, size + _LENGTHS_AT))
+    end, count = directory[size:], len(entries)
+    counts, places = [min(count, 0xFFFF)] * 2, (min(number, 0xFFFFFFFF) for number in (size, start))
+    expected = _END.pack(b"PK\5\6", 0, 0, *counts, *places, 0)
+    if end.startswith(b"PK\6\6") and len(end) >= _END_64.size:
+        versions = _END_64.unpack_from(end)[2:4]
+        large = b"PK\6\6", _END_64.size - 12, *versions, 0, 0, count, count, size, start
+        place = b"PK\6\7", 0, start + size, 1
+        expected = _END_64.pack(*large) + _PLACE_64.pack(*place) + expected
+    return end == expected
+
+
+@contextmanager
+def _opened(file: Path | bytes) -> Iterator[IO[bytes]]:
+    """Open a file, by whose name errors of reading it go, or a part of one."""
+    if isinstance(file, Path):
+        with disk_errors_of(file), file.open("rb") as stream:
+            yield stream
+    else:
+        yield io.BytesIO(file)
 
 
 def pickle_problem(file: Path | bytes) -> str | None:

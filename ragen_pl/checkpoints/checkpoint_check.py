@@ -7,18 +7,27 @@ a gigabyte, and the result is kept while the file stays as it is.
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ragen_pl.base.foreign_files import archive_problem, json_object, pickle_problem
+from ragen_pl.base.files import disk_errors_of
+from ragen_pl.base.foreign_files import archive_problem, pickle_problem, readable_json_object
 from ragen_pl.checkpoints.pickle_outline import class_in, entry_of, items_of, place_of
 
 FILES = "files.json"
-"""Sizes of the files in the folder of a checkpoint, written when they are complete."""
+"""Sizes of the files in the folder of a checkpoint, and the digest of its list of tensors, written when they are complete."""
+
+LIST = ".metadata"
+"""List of the tensors in the folder of a checkpoint, a bare pickle."""
+
+DIGEST = "sha256"
+"""Entry of `FILES`: the digest of `LIST`."""
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _FOLDER = re.compile(rb"[\w.=+-]+\.[0-9a-f]{8}\.shards")
@@ -30,11 +39,18 @@ _ERRORS = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile)
 def problem_of(file: Path, *, folders: bool = True) -> str | None:
     """Return the fault of a file of `torch.save` or its folder as a clause, None if it is whole.
 
+    It is looked at again where there is one: an error of a network or a disk may pass, and a run may have written the
+    file anew meanwhile.
+
     Args:
         file: The checkpoint.
         folders: Whether to read the values in its folder too, and not only the sizes of files. Where several processes
             start at once, each of them checks what it reads.
     """
+    return _problem_of(file, folders=folders) and _problem_of(file, folders=folders)
+
+
+def _problem_of(file: Path, *, folders: bool) -> str | None:
     try:
         structure = _structure(file)
         if structure is None:
@@ -78,12 +94,19 @@ def _text_in_state(file: Path, name: str, *state: int) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
+def is_listed(file: Path) -> bool:
+    """Return whether a folder has a file by its own list: one that is not found at once may be on a busy network.
+
+    Raises:
+        OSError: The folder can't be read.
+    """
+    return file.parent.is_dir() and file.name in os.listdir(file.parent)
+
+
 def names_folder(file: Path, name: str) -> bool | None:
     """Return whether a checkpoint has a folder of this name; None where the file can't be read."""
     try:
-        structure = _structure(file)
-    except FileNotFoundError:
-        return False
+        structure = _structure(file) if is_listed(file) else b""
     except OSError:
         return None
     return None if structure is None else name.encode() in structure
@@ -98,7 +121,7 @@ def _structure(file: Path) -> bytes | None:
     if archive_problem(file) is not None:
         return None
     try:
-        with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+        with disk_errors_of(file), file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
             return archive.read(_pickle_in(archive))
     except _ERRORS:
         return None
@@ -117,7 +140,7 @@ def _damaged(file: Path) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _damaged_in_state(file: Path, *state: int) -> str | None:
-    with file.open("rb") as stream:
+    with disk_errors_of(file), file.open("rb") as stream:
         return _damaged_in(stream)
 
 
@@ -140,15 +163,32 @@ def _problem_of_folder(folder: Path, *, values: bool) -> str | None:
     if not folder.is_dir():
         return f"the checkpoint's folder {folder} is not there"
     listed = folder / FILES
-    sizes = json_object(listed) if listed.exists() else {}
+    sizes = readable_json_object(listed) if listed.exists() else {}
     if sizes is None:
         return f"{listed} is damaged"
     for name, size in sizes.items():
+        if name == DIGEST:
+            continue
         file = folder / name
         found = file.stat().st_size if file.exists() else 0
         if found != size:
             return f"{file} has {found} of {size} bytes"
+    if (problem := list_problem(folder)) is not None:
+        return problem
     return next(_damaged_in_folder(folder), None) if values else None
+
+
+def list_problem(folder: Path) -> str | None:
+    """Return, as a clause, that the list of tensors in a checkpoint's folder is not the one that was written there.
+
+    An earlier version wrote no digest of it.
+    """
+    digest = (readable_json_object(folder / FILES) or {}).get(DIGEST)
+    listed = folder / LIST
+    with disk_errors_of(listed):
+        if digest is None or hashlib.sha256(listed.read_bytes()).hexdigest() == digest:
+            return None
+    return f"{listed} is damaged: it has changed since it was written"
 
 
 def _damaged_in_folder(folder: Path) -> Iterator[str]:
@@ -157,7 +197,7 @@ def _damaged_in_folder(folder: Path) -> Iterator[str]:
         entry = "its list of entries" if _structure(file) is None else _damaged(file)
         if entry is not None:
             yield f"{file} is damaged: {entry} has changed since it was written"
-    listed = folder / ".metadata"
+    listed = folder / LIST
     if listed.exists():
         states = [one.stat() for one in (listed, *sorted(folder.glob("*.distcp")))]
         found = _damaged_item(folder, tuple((one.st_size, one.st_mtime_ns) for one in states))
@@ -166,14 +206,15 @@ def _damaged_in_folder(folder: Path) -> Iterator[str]:
 
 
 def _is_archive(file: Path) -> bool:
-    with file.open("rb") as stream:
+    with disk_errors_of(file), file.open("rb") as stream:
         return stream.read(len(_LOCAL_HEADER)) == _LOCAL_HEADER
 
 
 @functools.lru_cache(maxsize=64)
 def _damaged_item(folder: Path, states: Any) -> str | None:
-    listed = folder / ".metadata"
-    content = listed.read_bytes()
+    listed = folder / LIST
+    with disk_errors_of(listed):
+        content = listed.read_bytes()
     items = items_of(content)
     if items is None:
         found = class_in(content)
@@ -202,7 +243,7 @@ def item_is_whole(file: Path, *, offset: int, length: int) -> bool:
     """
     if offset + length > file.stat().st_size:
         return False
-    with file.open("rb") as stream:
+    with disk_errors_of(file), file.open("rb") as stream:
         stream.seek(offset)
         content = stream.read(length)
     if archive_problem(content) is not None or pickle_problem(content) is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ragen_pl.checkpoints.checkpoint_check import newest_whole, problem_of
+from ragen_pl.checkpoints.checkpoint_check import is_listed, newest_whole, problem_of
 
 RUN_DIR = "RAGEN_PL_RUN_DIR"
 """Environment variable by which the processes of one run share its folder."""
@@ -117,13 +117,14 @@ def last_whole(run: Run, *, name: str = "last.ckpt") -> tuple[Path | None, str |
     """
     named = run.checkpoints / name
     alone = outside_processes() == 1
-    problem = problem_of(named, folders=alone) if named.exists() else f"{named} is not there"
+    is_there = is_listed(named)
+    problem = problem_of(named, folders=alone) if is_there else f"{named} is not there"
     if problem is None:
         return named, None
     others = (file for file in run.checkpoints.glob("*.ckpt") if file != named)
     whole = newest_whole(others, folders=alone)
     if whole is None:
-        return named if named.exists() else None, None
+        return named if is_there else None, None
     return whole, problem
 
 

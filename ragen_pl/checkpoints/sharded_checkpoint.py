@@ -9,6 +9,7 @@ written by torch.distributed.checkpoint, on all ranks at once, and read on any n
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import json
 import os
@@ -43,7 +44,14 @@ from ragen_pl.base.distributed import own_part
 from ragen_pl.base.files import PARTIAL, atomic_write
 from ragen_pl.base.finite import first_non_finite
 from ragen_pl.base.foreign_files import bare_pickle_problem
-from ragen_pl.checkpoints.checkpoint_check import FILES, item_is_whole, names_folder
+from ragen_pl.checkpoints.checkpoint_check import (
+    DIGEST,
+    FILES,
+    LIST,
+    item_is_whole,
+    list_problem,
+    names_folder,
+)
 from ragen_pl.checkpoints.known_pickle import KnownUnpickler, by_name
 from ragen_pl.checkpoints.rank_states import folder_of_states, load_rank_states
 from ragen_pl.config.errors import ConfigError
@@ -118,7 +126,7 @@ class _Reader(dcp.FileSystemReader):
             OSError: A file is missing.
             pickle.UnpicklingError: It is anything else.
         """
-        content = (Path(self.path) / ".metadata").read_bytes()
+        content = (Path(self.path) / LIST).read_bytes()
         if (problem := bare_pickle_problem(content, limit=_COPIED * len(content))) is not None:
             raise pickle.UnpicklingError(f"the list of tensors {problem}")
         listed = KnownUnpickler(io.BytesIO(content), _of_metadata()).load()
@@ -213,6 +221,8 @@ def read_shards(
         raise FileNotFoundError(
             f"{file} keeps its tensors in the folder {folder.name}, which is not next to it; copy both"
         )
+    if (problem := list_problem(folder)) is not None:
+        raise ConfigError(f"{file}: {problem}; give another checkpoint")
     reader = _Reader(folder)
     listed = reader.read_metadata().state_dict_metadata
     _check_sizes(listed, folder)
@@ -380,6 +390,10 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _list_files(folder: Path) -> None:
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.name != FILES}
+    listed: dict[str, Any] = {
+        file.name: file.stat().st_size for file in folder.iterdir() if file.name != FILES
+    }
+    if LIST in listed:
+        listed[DIGEST] = hashlib.sha256((folder / LIST).read_bytes()).hexdigest()
     with atomic_write(folder / FILES, durable=True) as partial:
-        partial.write_text(json.dumps(sizes))
+        partial.write_text(json.dumps(listed))

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.base.machine import collection_paused
-from ragen_pl.checkpoints.checkpoint_check import problem_of
+from ragen_pl.checkpoints.checkpoint_check import is_listed, problem_of
 from ragen_pl.checkpoints.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
 from ragen_pl.config.environments import environment_nodes
 from ragen_pl.config.errors import ConfigError
@@ -74,7 +74,7 @@ def check_files(cfg: DictConfig) -> None:
         files.append((weights, f"warm_start.weights={given}"))
     for file, place in files:
         alone = outside_processes() == 1
-        problem = problem_of(file, folders=alone) if file and file.exists() else None
+        problem = problem_of(file, folders=alone) if file and is_listed(file) else None
         if problem:
             raise ConfigError(f"{place}: {problem}; give another one, or delete it and start anew")
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
+import math
 import os
 import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,24 +154,88 @@ def test_a_missing_part_of_a_folder_is_named(sharded: Path, name: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_checkpoint_that_cannot_be_read_keeps_its_folder(
-    sharded: Path, monkeypatch: pytest.MonkeyPatch
+class Unreadable(io.FileIO):
+    """A file that can be opened."""
+
+    error: OSError
+
+    def readinto(self, *_: object) -> int:
+        raise self.error
+
+    readall = read = readinto  # type: ignore[assignment]
+
+
+@contextmanager
+def unreadable(file: Path, number: int, *, times: float, late: bool = False) -> Iterator[None]:
+    """Let a file not be read in the block: so many attempts end with an error, of opening it or later."""
+    opened, left = Path.open, [times]
+
+    def fails(path: Path, *arguments: Any, **settings: Any) -> Any:
+        if path != file or left[0] <= 0:
+            return opened(path, *arguments, **settings)
+        left[0] -= 1
+        error = OSError(number, os.strerror(number), *([str(path)] if not late else []))
+        if not late:
+            raise error
+        stream = Unreadable(path)
+        stream.error = error
+        return io.BufferedReader(stream)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "open", fails)
+        yield
+
+
+ERRORS = [
+    *((number, False) for number in (errno.EIO, errno.EACCES, errno.ESTALE, errno.ENOENT)),
+    (errno.EIO, True),
+    (errno.ESTALE, True),
+]
+PARTS = ("last.ckpt", "__0_0.distcp", ".metadata", "files.json", "samples_0.pt")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_file_that_cannot_be_read_is_named_and_condemns_no_other(
+    sharded: Path, name: str
 ) -> None:
     folder = folder_for(sharded, unique="0123abcd")
-    with monkeypatch.context() as patched:
-        opened = Path.open
+    file = sharded if name == sharded.name else folder / name
+    for number, late in ERRORS:
+        # results are kept while a file stays as it is
+        os.utime(file)
+        with unreadable(file, number, times=math.inf, late=late):
+            remove_leftovers(sharded.parent)
+            assert problem_of(sharded) == f"{file} cannot be read ({os.strerror(number)})"
+            # that of a rank's samples is read by the rank
+            if name != "samples_0.pt":
+                with pytest.raises(
+                    ConfigError, match=f"{os.strerror(number)}.*; give another"
+                ) as raised:
+                    read_checkpoint(sharded, source="ckpt=x", hint="give another")
+                assert str(file) in str(raised.value)
+        # one error passes
+        with unreadable(file, number, times=1, late=late):
+            remove_leftovers(sharded.parent)
+            assert problem_of(sharded) is None
+        with unreadable(file, number, times=1, late=late):
+            assert problem_of(sharded) is None
+    assert folder.is_dir() and problem_of(sharded) is None
 
-        def fails(path: Path, *arguments: object, **settings: object) -> object:
-            if path == sharded:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-            return opened(path, *arguments, **settings)
 
-        patched.setattr(Path, "open", fails)
-        remove_leftovers(sharded.parent)
-        assert problem_of(sharded) == f"{sharded} cannot be read (Input/output error)"
-    assert problem_of(sharded) is None
-    # nor does a file that is damaged name what belongs to it
-    content = sharded.read_bytes()
+def test_a_last_checkpoint_that_is_not_found_at_once_is_no_reason_to_begin_anew(
+    last: Path, tmp_path: Path
+) -> None:
+    settings = {"root": str(tmp_path), "name": "frozenlake", "run_dir": str(last.parents[1])}
+    last.with_name("earlier.ckpt").unlink()
+    for times in (1, math.inf):
+        with unreadable(last, errno.ENOENT, times=times):
+            assert locate(**settings, ckpt_path="last").checkpoint == last
+    last.unlink()
+    assert locate(**settings, ckpt_path="last").checkpoint is None
+
+
+def test_a_folder_is_removed_by_a_file_alone_that_was_read_or_is_not_listed(sharded: Path) -> None:
+    folder, content = folder_for(sharded, unique="0123abcd"), sharded.read_bytes()
     sharded.write_bytes(content[:100])
     remove_leftovers(sharded.parent)
     sharded.write_bytes(content)
@@ -172,6 +243,52 @@ def test_a_checkpoint_that_cannot_be_read_keeps_its_folder(
     write_tensors(state(), sharded)
     remove_leftovers(sharded.parent)
     assert not folder.exists()
+
+
+def test_a_changed_bit_of_the_directory_is_found_or_changes_nothing(last: Path) -> None:
+    """Of the directory of a zip archive zipfile and torch read different parts."""
+    content, saved = last.read_bytes(), torch.load(last, weights_only=True)
+    with zipfile.ZipFile(last) as archive:
+        begin = archive.start_dir
+    missed, found = [], 0
+    # the first entry, and what follows the last one
+    for place in (*range(begin, begin + 62), *range(len(content) - 98, len(content))):
+        for bit in (0, 3, 5, 7):
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            last.unlink()
+            last.write_bytes(changed)
+            problem = problem_of(last)
+            if problem is not None:
+                assert problem.startswith(f"{last} is damaged")
+                found += 1
+                continue
+            read = read_checkpoint(last, source="ckpt=x", hint="give another")
+            if not torch.equal(
+                read["state_dict"]["policy.first"], saved["state_dict"]["policy.first"]
+            ):
+                missed.append((place, bit))
+    assert not missed and found > 300
+
+
+def test_a_changed_bit_of_the_list_of_tensors_is_found(sharded: Path) -> None:
+    listed = folder_for(sharded, unique="0123abcd") / ".metadata"
+    content = listed.read_bytes()
+    for place in range(0, len(content), 40):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 7
+        listed.write_bytes(changed)
+        problem = f"{listed} is damaged: it has changed since it was written"
+        assert problem_of(sharded) == problem_of(sharded, folders=False) == problem
+        with pytest.raises(ConfigError, match=r"has changed since it was written; give another"):
+            read_checkpoint(sharded, source="ckpt=x", hint="give another")
+    # an earlier version wrote no digest of it
+    listed.write_bytes(content)
+    sizes = listed.with_name("files.json")
+    known = json.loads(sizes.read_text())
+    del known["sha256"]
+    sizes.write_text(json.dumps(known))
+    assert problem_of(sharded) is None and read_shards(torch.load(sharded), sharded)
 
 
 class Trained(nn.Module):
