@@ -21,7 +21,7 @@ from ragen_pl.base.foreign_files import archive_problem, pickle_problem, readabl
 from ragen_pl.checkpoints.pickle_outline import class_in, entry_of, items_of, place_of
 
 FILES = "files.json"
-"""Sizes of the files in the folder of a checkpoint, and the digest of its list of tensors, written when they are complete."""
+"""Sizes of the files in a checkpoint's folder and the digest of its list of tensors, written when they are complete."""
 
 LIST = ".metadata"
 """List of the tensors in the folder of a checkpoint, a bare pickle."""

@@ -23,7 +23,8 @@ PLAIN = "put a plain file in its place, or move it away"
 # something else is where a file or folder belongs
 _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP)
 _DISK_ERRORS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, *_IN_THE_WAY,
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
+    *_IN_THE_WAY,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # a log-softmax in float32 is above 0, and an entropy below 0, by rounding at most
 _LARGEST_LOGPROB = _ROUNDING = 1e-4
+# nats, of a mean over many ids
+_ENTROPY_ROUNDING = 1e-2
 # no id is drawn whose probability is 0 in float32, below e^-103; a server of vLLM (0.32) writes -9999 for NaN and -inf
 _MIN_LOGPROB = -1000.0
 
@@ -44,6 +47,22 @@ def refused(engine: object, error: InvalidGeneration) -> RolloutError:
     """Return the error of a rollout whose engine has returned such a response."""
     return RolloutError(
         f"rollout.engine={type(engine).__name__}: it returned a response with {error}; {error.remedy}"
+    )
+
+
+def unanswered(engine: object, count: int) -> RolloutError:
+    """Return the error of a rollout whose engine has no response to some requests, and none under way."""
+    return RolloutError(
+        f"rollout.engine={type(engine).__name__}: it returned no response to {count} of the requests; "
+        f"{MalformedGeneration.remedy}"
+    )
+
+
+def unrequested(engine: object, session: object) -> RolloutError:
+    """Return the error of a rollout whose engine has a response that nobody waits for."""
+    return RolloutError(
+        f"rollout.engine={type(engine).__name__}: it returned a response for session {session} that was not requested, "
+        "or returned it before; set another rollout/engine"
     )
 
 
@@ -151,7 +170,8 @@ class GenerationCheck:
 
     Log-probs are finite and at most 0, but for rounding. Ids are in the vocabulary and not banned. A response has as
     many log-probs as ids, at least one, and at most as many as requested. It has one end-of-turn token, the last one,
-    or has reached its length limit without any.
+    or has reached its length limit without any. Its entropy is that of some distribution over these ids, the critic's
+    values are finite, and the ids that truncated sampling kept are in the vocabulary.
 
     Attributes:
         allowed: Bool `[vocab]`, ids that may be sampled.
@@ -198,10 +218,21 @@ class GenerationCheck:
         entropies = np.array([entropy for entropy in given if entropy is not None])
         _require(np.isfinite(entropies), entropies, None, "an entropy that is not finite")
         _require(entropies >= -_ROUNDING, entropies, None, "an entropy below 0")
+        most = math.log(max(1, int(self.allowed.sum()))) + _ENTROPY_ROUNDING
+        problem = "an entropy above that of a uniform distribution over the vocabulary"
+        _require(entropies <= most, entropies, None, problem)
         _require(logprobs <= _LARGEST_LOGPROB, logprobs, last, "log-probs above 0")
         _require(logprobs >= _MIN_LOGPROB, logprobs, last, "log-probs of ids that are not drawn")
         _require((ids >= 0) & (ids < len(self.allowed)), ids, last, "ids outside the vocabulary")
         _require(self.allowed[ids], ids, last, "ids that are never sampled")
+        for generation in generations:
+            if generation.values is not None:
+                values = generation.values
+                _require(np.isfinite(values), values, None, "values that are not finite")
+            if generation.kept_ids is not None:
+                kept = generation.kept_ids
+                is_known = (kept >= 0) & (kept < len(self.allowed))
+                _require(is_known, kept, None, "kept ids outside the vocabulary")
         ended = self.ends[ids]
         inside = np.ones(len(ids), dtype=bool)
         inside[last] = False

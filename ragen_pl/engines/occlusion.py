@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import FractionBelowOne
+from ragen_pl.engines.generation_check import GenerationCheck
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine, generate
 from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.inputs import occluded_inputs, run_decoder, shown_patches
@@ -106,7 +107,9 @@ def occlusion_scores(
         )
         for number, prompt in enumerate(prompts)
     ]
-    responses = [generation.ids for generation in generate(engine, requests, keep=False)]
+    check = GenerationCheck.of(bundle)
+    generations = generate(engine, requests, keep=False, check=check)
+    responses = [generation.ids for generation in generations]
     # nothing here takes a gradient, and validation may run in inference mode already
     with torch.inference_mode():
         return [

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ragen_pl.engines.generation_check import GenerationCheck
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.models.truncation import Truncation
     from ragen_pl.models.value_head import StateCritic
@@ -385,29 +386,50 @@ class EngineFactory(Protocol):
 
 
 def generate(
-    engine: RolloutEngine, requests: Sequence[GenerationRequest], *, keep: bool
+    engine: RolloutEngine,
+    requests: Sequence[GenerationRequest],
+    *,
+    keep: bool,
+    check: GenerationCheck | None = None,
 ) -> list[Generation]:
-    """Return the responses to requests, in their order. The arguments are those of `RolloutEngine.submit`.
+    """Return the responses to requests, in their order.
+
+    Args:
+        engine: Rollout engine.
+        requests: As in `RolloutEngine.submit`.
+        keep: As in `RolloutEngine.submit`.
+        check: Check of the model's responses; None for that of their types alone.
 
     Raises:
-        RuntimeError: The engine returned no response for some sessions.
-        RolloutError: It returned something else.
+        RolloutError: The engine returned too few responses, some that were not requested, or something else.
     """
     # it imports this module
-    from ragen_pl.engines.generation_check import InvalidGeneration, finished_responses, refused
+    from ragen_pl.engines.generation_check import (
+        InvalidGeneration,
+        finished_responses,
+        refused,
+        unanswered,
+        unrequested,
+    )
 
     engine.submit(requests, keep=keep)
     generations: dict[int, Generation] = {}
+    sessions = {request.session for request in requests}
     while len(generations) < len(requests):
         try:
             finished = finished_responses(engine.collect())
         except InvalidGeneration as error:
             raise refused(engine, error) from error
         if not finished:
-            missing = sorted({request.session for request in requests} - set(generations))
-            raise RuntimeError(
-                f"the rollout engine returned {len(generations)} responses for {len(requests)} requests; "
-                f"expected one for each session, missing {missing[:8]}"
-            )
-        generations.update(finished)
-    return [generations[request.session] for request in requests]
+            raise unanswered(engine, len(requests) - len(generations))
+        for session, generation in finished:
+            if session not in sessions or session in generations:
+                raise unrequested(engine, session)
+            generations[session] = generation
+    ordered = [generations[request.session] for request in requests]
+    if check is not None:
+        try:
+            check(requests, ordered)
+        except InvalidGeneration as error:
+            raise refused(engine, error) from error
+    return ordered

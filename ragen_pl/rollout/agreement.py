@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from ragen_pl.base.distributed import all_ranks_do, rank, values_of, world_size
 from ragen_pl.base.seeding import seeded
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.generation_check import GenerationCheck
 from ragen_pl.engines.protocol import (
     EnginePolicy,
     GenerationRequest,
@@ -110,13 +111,13 @@ def check_agreement(
     Raises:
         ValueError: Engine or trainer differ from the model's own forward.
     """
+    check = GenerationCheck.of(context.bundle)
 
     def ask(requests: Sequence[GenerationRequest]) -> list[CheckedResponse]:
+        generations = generate(engine, requests, keep=context.grows, check=check)
         return [
             CheckedResponse(request.prompt, generation.ids, generation.logprobs, truncation)
-            for request, generation in zip(
-                requests, generate(engine, requests, keep=context.grows), strict=True
-            )
+            for request, generation in zip(requests, generations, strict=True)
         ]
 
     def sample() -> list[CheckedResponse]:

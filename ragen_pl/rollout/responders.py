@@ -17,6 +17,8 @@ from ragen_pl.engines.generation_check import (
     InvalidGeneration,
     finished_responses,
     refused,
+    unanswered,
+    unrequested,
 )
 from ragen_pl.engines.occlusion import occlusion_scores
 from ragen_pl.engines.protocol import (
@@ -157,9 +159,12 @@ class EngineResponder:
 
     def _collected(self, *, wait: bool = True) -> list[tuple[int, Generation]]:
         try:
-            return finished_responses(self.engine.collect(wait=wait))
+            finished = finished_responses(self.engine.collect(wait=wait))
         except InvalidGeneration as error:
             raise refused(self.engine, error) from error
+        if wait and self._pending and not finished:
+            raise unanswered(self.engine, len(self._pending))
+        return finished
 
     def release(self) -> None:
         """Free the engine's sessions."""
@@ -181,10 +186,7 @@ class EngineResponder:
         try:
             requests = [self._pending.pop(session) for session, _ in finished]
         except KeyError as error:
-            raise RolloutError(
-                f"rollout.engine={type(self.engine).__name__}: it returned a response for session {error} that was not "
-                "requested, or returned it before; set another rollout/engine"
-            ) from error
+            raise unrequested(self.engine, error.args[0]) from error
         try:
             self._is_possible(requests, generations)
         except InvalidGeneration as error:

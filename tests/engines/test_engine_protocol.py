@@ -8,6 +8,7 @@ from support.episodes.trajectories import make_request
 from support.runs.composing import composed
 
 from ragen_pl.assembly.start_check import engine_factory
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.in_process.kv_cache import InPlaceCache, InPlaceLayer
 from ragen_pl.engines.protocol import generate
@@ -41,7 +42,7 @@ def test_generate_raises_for_missing_responses(lm):
         def collect(self, *, wait=True):
             return []
 
-    with pytest.raises(RuntimeError, match=r"0 responses for 1 requests.*missing \[0\]"):
+    with pytest.raises(RolloutError, match="Silent: it returned no response to 1 of the requests"):
         generate(Silent(PolicyModule(lm)), [make_request(words(lm, "go"))], keep=False)
 
 

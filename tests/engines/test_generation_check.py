@@ -22,6 +22,7 @@ from ragen_pl.engines.protocol import Generation, GenerationRequest, Prompt, gen
 from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
+from ragen_pl.rollout.agreement import check_agreement
 from ragen_pl.rollout.proxy import AgentProxy
 
 END = 9
@@ -62,6 +63,8 @@ def test_possible_responses_are_accepted() -> None:
         response([5, 6, 7, 8], at_limit=True),
         # a token of probability 1, rounded up
         response([END], [5e-5]),
+        # a uniform distribution over the nine ids
+        altered(entropy=math.log(9)),
     )
     check()
 
@@ -80,6 +83,12 @@ def test_possible_responses_are_accepted() -> None:
         (altered(entropy=math.nan), r"an entropy that is not finite \(nan\)"),
         (altered(entropy=math.inf), r"an entropy that is not finite \(inf\)"),
         (altered(entropy=-0.5), r"an entropy below 0 \(-0.5\)"),
+        (altered(entropy=1e300), r"an entropy above that of a uniform .* \(1e\+300\)"),
+        (altered(entropy=np.float32(2.3)), "an entropy above that of a uniform"),
+        (altered(values=np.array([0.5, math.nan])), r"values that are not finite \(nan\)"),
+        (altered(values=np.array([-math.inf, 0.5])), "values that are not finite"),
+        (altered(kept_ids=np.array([5, 10, 9]), kept_counts=np.array([2, 1])), "kept ids outside"),
+        (altered(kept_ids=np.array([5, -1, 9]), kept_counts=np.array([2, 1])), "kept ids outside"),
         (response([5.0, END]), "ids of type float64"),
         (response(np.array([True, False])), "ids of type bool"),
         (response(np.zeros(0, int)), "no tokens"),
@@ -176,11 +185,14 @@ def test_a_run_names_the_engine_that_returns_other_types(lm) -> None:
         generate(Careless(PolicyModule(lm)), [REQUEST], keep=False)
 
 
-class Repeating(TransformersEngine):
-    """Returns each response twice."""
+def engine_with(change):
+    """Return a class of engines whose responses are changed by a function."""
 
-    def collect(self, *, wait=True):
-        return 2 * super().collect(wait=wait)
+    class Own(TransformersEngine):
+        def collect(self, *, wait=True):
+            return change(super().collect(wait=wait))
+
+    return Own
 
 
 def play(bundle, *, engine=TransformersEngine):
@@ -201,6 +213,34 @@ def test_a_rollout_with_weights_that_are_not_finite_ends_with_one_line(fresh_lm)
     assert "\n" not in str(caught.value) and "lower optimizer.lr" in str(caught.value)
 
 
-def test_a_response_that_was_not_requested_ends_the_rollout(lm) -> None:
-    with pytest.raises(RolloutError, match=r"Repeating: .* session 0 that was not requested"):
-        play(lm, engine=Repeating)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pairs: 2 * pairs, "session 0 that was not requested"),
+        (lambda pairs: [(session + 7, one) for session, one in pairs], "session 7 that was not re"),
+        (lambda pairs: [(-1, one) for _, one in pairs], "session -1 that was not requested"),
+        (lambda pairs: pairs[:-1], "no response to 1 of the requests; correct the engine"),
+        (lambda pairs: [], "no response to 3 of the requests; correct the engine"),
+    ],
+    ids=["twice", "of others", "of nobody", "too few", "none"],
+)
+def test_responses_that_are_missing_or_not_requested_end_the_rollout(lm, change, message) -> None:
+    engine = engine_with(change)
+    requests = [dataclasses.replace(REQUEST, session=number) for number in range(3)]
+    for collected in (
+        lambda: play(lm, engine=engine),
+        lambda: generate(engine(PolicyModule(lm)), requests, keep=False),
+    ):
+        with pytest.raises(RolloutError, match=rf"^rollout\.engine=Own: .*{message}"):
+            collected()
+
+
+def test_the_comparison_at_the_start_checks_responses_too(lm) -> None:
+    context = ContextManager(lm, max_tokens=512)
+    wrong = engine_with(
+        lambda pairs: [
+            (session, dataclasses.replace(one, ids=one.ids + 10**6)) for session, one in pairs
+        ]
+    )
+    with pytest.raises(RolloutError, match=r"rollout\.engine=Own: .* ids outside the vocabulary"):
+        check_agreement(context, wrong(PolicyModule(lm)), image_size=None, alone=True)
