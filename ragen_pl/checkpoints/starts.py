@@ -75,9 +75,14 @@ def _noted_end(file: Path) -> Iterator[None]:
 def _is_no_failure(error: BaseException) -> bool:
     """Return whether an error is the user's or the machine's wish, or a setting that is refused."""
     if isinstance(error, ConfigError):
-        return not isinstance(error.__cause__, RolloutError | NonFiniteError)
+        return is_refusal(error)
     is_stop = isinstance(error, SystemExit) and error.code in _STOPPED
     return is_stop or isinstance(error, KeyboardInterrupt)
+
+
+def is_refusal(error: ConfigError) -> bool:
+    """Return whether a start has refused its settings; otherwise a rollout or an update has failed."""
+    return not isinstance(error.__cause__, RolloutError | NonFiniteError)
 
 
 def failures_at_the_end(lines: list[dict[str, Any]], start: dict[str, str]) -> int:

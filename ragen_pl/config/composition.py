@@ -114,6 +114,9 @@ class _MissingKey(Exception):
 
 
 def _composed(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
+    # Hydra takes an empty list for no option at all
+    emptied = [line for line in overrides if line.partition("=")[2].replace(" ", "") == "[]"]
+    _check_group_options(emptied, folder=folder)
     try:
         return compose(name, overrides=overrides)
     except Exception as error:  # of Hydra, OmegaConf or YAML

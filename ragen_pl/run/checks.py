@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from ragen_pl.checkpoints.checkpoint_check import is_listed, problem_of
 from ragen_pl.checkpoints.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
 from ragen_pl.config.environments import environment_nodes
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.environments.check import check_environments
 from ragen_pl.tracking.mlflow_process import logs_by, start_early
 from ragen_pl.tracking.mlflow_run import known_run
@@ -33,6 +35,7 @@ def check_run(cfg: DictConfig) -> None:
     if not is_launched():
         for name, env in environment_nodes(cfg.env).items():
             log.info("checking %s (%s)", name, env.target)
+    check_validation_batches(cfg)
     environments = check_environments(cfg)
     check_files(cfg)
     if cfg.get("algorithm"):
@@ -49,6 +52,26 @@ def check_run(cfg: DictConfig) -> None:
         from ragen_pl.assembly.component_checks import check_logger
 
         check_logger(cfg)
+
+
+def check_validation_batches(cfg: DictConfig) -> None:
+    """Check that a fraction of the batches of a validation is one batch or more.
+
+    Raises:
+        ConfigError: It is less than one.
+    """
+    limit = OmegaConf.select(cfg, "trainer.limit_val_batches")
+    if not isinstance(limit, float) or not 0 < limit < 1:
+        return
+    episodes, at_once = cfg.validation.episodes, cfg.rollout.num_envs
+    alone = math.ceil(episodes / max(ranks_asked_for(cfg), outside_processes()))
+    batches = math.ceil(alone / at_once)
+    if int(batches * limit) < 1:
+        raise ConfigError(
+            f"trainer.limit_val_batches={limit}: is less than one batch, since a validation has {batches} "
+            f"(validation.episodes={episodes}, rollout.num_envs={at_once} at once); set a number of batches, such as "
+            "1, or fewer validation.episodes"
+        )
 
 
 def check_files(cfg: DictConfig) -> None:

@@ -50,7 +50,7 @@ from ragen_pl.callbacks.checkpoint import BestCheckpoint, RunCheckpoint
 from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
-from ragen_pl.checkpoints.checkpoint_check import problem_of
+from ragen_pl.checkpoints.checkpoint_check import problem_of, text_in
 from ragen_pl.checkpoints.folder import (
     Run,
     configured_run,
@@ -61,7 +61,7 @@ from ragen_pl.checkpoints.folder import (
 from ragen_pl.checkpoints.lock import hold
 from ragen_pl.checkpoints.rank_states import RankStatesError
 from ragen_pl.checkpoints.sharded_checkpoint import remove_leftovers, write_tensors
-from ragen_pl.checkpoints.starts import counted_start
+from ragen_pl.checkpoints.starts import counted_start, is_refusal
 from ragen_pl.config.ending import PLAIN
 from ragen_pl.config.environments import environment_configs
 from ragen_pl.config.errors import ConfigError, config_errors
@@ -210,6 +210,8 @@ def build(cfg: DictConfig) -> RunComponents:
 def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
     """Create a run's folder, hold its lock in the block, write the config into it and note the start.
 
+    The config of a start that refuses it is removed, unless it is the run's first one or weights were written with it.
+
     Raises:
         ConfigError: Another process trains in the folder, or the run has failed at the same place again and again.
     """
@@ -225,6 +227,7 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
         if run.checkpoint is not None and (source := run_of(run.checkpoint)) is not None:
             inherit(run.folder, source)
         remove_leftovers(run.checkpoints)
+        before = newest_settings(run.folder)
         kept, difference = keep_settings(cfg, run.folder, resumed=run.resumed)
         if difference is not None:
             log.warning(difference)
@@ -232,8 +235,15 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
             log.warning(f"{run.passed_over}; the run continues from {run.checkpoint}")
         start = {"begins": beginning_of(run), "config": config_digest(cfg)}
         failures = cfg.trainer.get("max_starts")
-        with counted_start(run.folder, **start, settings=kept.name, max_failures=failures):
-            yield
+        try:
+            with counted_start(run.folder, **start, settings=kept.name, max_failures=failures):
+                yield
+        except ConfigError as error:
+            files = (*run.checkpoints.glob("*.ckpt"), run.warm_start, run.warm_start_checkpoint)
+            used = {before.name, *(text_in(file, SETTINGS) for file in files)}
+            if is_refusal(error) and kept.name not in used:
+                kept.unlink(missing_ok=True)
+            raise
 
 
 def kept_checkpoints(callbacks: Sequence[pl.Callback]) -> int:

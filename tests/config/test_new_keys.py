@@ -61,6 +61,9 @@ def test_which_mappings_have_keys_of_the_user() -> None:
         ("model.build.text.hidden_sise=3", "did you mean model.build.text.hidden_size"),
         ("trainer={}", r"trainer=\{\}: an empty mapping changes nothing"),
         ("rollout={}", r"rollout=\{\}: an empty mapping changes nothing"),
+        ("trainer=[]", r"^trainer=\[\]: trainer is one of default, "),
+        ("+model=[ ]", r"^\+model=\[ \]: model is one of "),
+        ("rollout/engine=[]", r"^rollout/engine=\[\]: rollout/engine is one of "),
     ],
 )
 def test_wrong_keys_are_still_refused(line: str, message: str) -> None:

@@ -104,6 +104,10 @@ OF_THE_COMMAND = [
     ("+trainer.max_time=2h", "trainer.max_time=2h: expected .*such as 00:12:00:00"),
     ("trainer.limit_val_batches=1.5", "trainer.limit_val_batches=1.5: expected"),
     (
+        "trainer.limit_val_batches=0.5",
+        "limit_val_batches=0.5: is less than one batch, since a validation has 1 .*set a number of batches",
+    ),
+    (
         "callbacks.collapse.actions=[mitigate] algorithm.loss.policy.clip_high=0.3",
         "mitigation.clip_high=0.28: the loss's own bound is 0.3, .* or null",
     ),

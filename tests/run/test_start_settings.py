@@ -14,6 +14,7 @@ from ragen_pl.checkpoints.folder import Run
 from ragen_pl.config import ConfigError
 from ragen_pl.config.start_settings import keep_settings
 from ragen_pl.config.trust import is_own
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.run.train import open_run
 from ragen_pl.tracking.checkpoints import Checkpoint
 
@@ -110,3 +111,27 @@ def test_a_start_says_what_differs_and_names_its_config(tmp_path, caplog):
     assert len(lines) == 1
     assert sum("starts.jsonl: a line can't be read" in text for text in caplog.messages) == 2
     assert b'"settings": "config_2.yaml"' in damaged.read_bytes()
+
+
+def test_a_refused_start_leaves_no_settings(tmp_path):
+    """Weights of these settings keep them, and so does a start that has played."""
+
+    def refused(error, *, saves=False):
+        with (
+            pytest.raises(ConfigError),
+            open_run(composed(*BASE, "seed=7"), Run(tmp_path, resumed=True)),
+        ):
+            assert newest_settings(tmp_path).name == "config_2.yaml"
+            if saves:
+                torch.save({"settings": "config_2.yaml"}, tmp_path / "checkpoints" / "last.ckpt")
+            raise error
+        return newest_settings(tmp_path).name
+
+    with open_run(composed(*BASE), Run(tmp_path)):
+        pass
+    failed = ConfigError("no server answers")
+    failed.__cause__ = RolloutError("no server answers")
+    assert refused(ConfigError("ckpt_path=x: holds another model")) == "config.yaml"
+    assert refused(failed) == "config_2.yaml"
+    (tmp_path / "config_2.yaml").unlink()
+    assert refused(ConfigError("logger: refused"), saves=True) == "config_2.yaml"
