@@ -359,6 +359,16 @@ def _check_images(cfg: DictConfig) -> None:
         )
 
 
+def keys_that_end(name: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys whose last name is, or ends with, a name; three at most, the shortest paths first.
+
+    >>> keys_that_end("epochs", ["update.epochs", "trainer.max_epochs", "rollout.groups"])
+    ['update.epochs', 'trainer.max_epochs']
+    """
+    found = [key for key in keys if f"_{key.rpartition('.')[2]}".endswith(f"_{name}")]
+    return sorted(found, key=lambda key: key.count("."))[:3]
+
+
 def unknown_key(
     key: str, siblings: Iterable[str] = (), *, owner: str = "", keys: Iterable[str] = ()
 ) -> str:
@@ -374,7 +384,10 @@ def unknown_key(
     names = [sibling for sibling in siblings if not sibling.startswith("_")]
     message = f"unknown key {key}" + (f": {owner} takes no {name}" if owner else "")
     prefix = f"{parent}." if parent and not owner else ""
-    near = did_you_mean(name, names).replace("mean ", f"mean {prefix}") or did_you_mean(key, keys)
+    near = did_you_mean(name, names).replace("mean ", f"mean {prefix}")
+    if not near and not parent and (alike := keys_that_end(key, keys)):
+        near = f"; did you mean {' or '.join(alike)}?"
+    near = near or did_you_mean(key, keys)
     if near:
         return f"{message}{near}"
     if owner:

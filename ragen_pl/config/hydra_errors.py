@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import re
 
+from hydra.errors import OverrideParseException
+
 from ragen_pl.base.constraints import did_you_mean
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.paths import config_dir
+
+# how to give what is of no file, by group
+_OWN = {
+    "env": "; your own class is env=my_module.MyClass, a gymnasium id env=gym env.kwargs.id=…",
+    "model": "; a folder, or a name at Hugging Face, is model=pretrained model.build.path=…",
+}
 
 
 def missing_key(error: Exception) -> str | None:
@@ -22,6 +31,8 @@ def translated(error: Exception) -> str:
         return str(error)
     if hasattr(error, "problem_mark"):  # YAML's own errors
         return _yaml(error)
+    if isinstance(error, OverrideParseException):
+        return _malformed(error.override)
     text = str(error)
     for pattern, translate in _TRANSLATIONS:
         if match := re.search(pattern, text, re.DOTALL):
@@ -38,37 +49,57 @@ def _yaml(error: Exception) -> str:
 
 
 def _unknown_option(match: re.Match[str]) -> str:
-    group, _sep, option = match["option"].rpartition("/")
+    group, option = _choice(match["option"])
     options = (match["options"] or "").split()
     if (group, option) == ("rollout/engine", "openai"):
         return (
             "rollout/engine=openai: training needs the log-probs of the sampled ids, which a chat API does not give; "
             "evaluate and play take endpoint=openai"
         )
+    if not group:
+        return f"no configuration {option}.yaml"
     guess = did_you_mean(option, options)
-    own = "; your own class is env=my_module.MyClass, a gymnasium id env=gym env.kwargs.id=…"
     offers = (
         f"{group} is one of {', '.join(options)}"
         if options
         else f"there is no {match['option']}.yaml"
     )
-    return (
-        f"{group}={option}: no such option{guess or ';'} {offers}{own if group == 'env' else ''}"
-        if group
-        else f"no configuration {option}.yaml"
-    )
+    return f"{group}={option}: no such option{guess or ';'} {offers}{_OWN.get(group, '')}"
 
 
-def _grammar(match: re.Match[str]) -> str:
-    return f"{match['text']}: expected key=value"
+def _choice(path: str) -> tuple[str, str]:
+    """Return a group and the option of it that a line has asked for, which may be a path itself.
+
+    >>> _choice("model/Qwen/Qwen2.5-0.5B"), _choice("model//data/qwen"), _choice("rollout/engine/vlm")
+    (('model', 'Qwen/Qwen2.5-0.5B'), ('model', '/data/qwen'), ('rollout/engine', 'vlm'))
+    """
+    parts = path.split("/")
+    for count in range(len(parts) - 1, 0, -1):
+        group = "/".join(parts[:count])
+        if not {"", "."} & set(parts[:count]) and (config_dir() / group).is_dir():
+            return group, "/".join(parts[count:])
+    group, _, option = path.rpartition("/")
+    return group, option
+
+
+def _malformed(line: str) -> str:
+    """Return the error of an override that cannot be read.
+
+    >>> _malformed("trico")
+    'trico: expected key=value; did you mean algorithm=trico?'
+    """
+    if "=" in line:
+        return f"{line}: expected key=value; quote a value with signs in it"
+    files = sorted(file for file in config_dir().glob("*/**/*.yaml") if file.stem == line)
+    groups = [file.parent.relative_to(config_dir()).as_posix() for file in files]
+    guess = f"did you mean {groups[0]}={line}?" if groups else "--help shows the keys"
+    return f"{line}: expected key=value; {guess}"
 
 
 _TRANSLATIONS = (
     (r"Could not (?:find|load) '(?P<option>[^']+)'\.?"
      r"(?:\s*Available options in '[^']*':\n(?P<options>(?:\t[^\n]*\n)*))?", _unknown_option),
     (r"config group '(?P<group>[^']+)' does not exist", lambda m: f"unknown group {m['group']}"),
-    (r"Error parsing override '(?P<text>[^']*)'", _grammar),
-    (r"LexerNoViableAltException: (?P<text>[^\n]*)", _grammar),
     (r"Ambiguous value for argument '(?P<key>[^=']+)=(?P<value>[^']*)'",
      lambda m: f"{m['key']}={m['value']}: several values; add --multirun to sweep over them, "
      f"or write '{m['key']}=[{m['value']}]' for a list"),

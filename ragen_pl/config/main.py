@@ -149,6 +149,9 @@ def parsed(arguments: Sequence[str], *, config_name: str) -> argparse.Namespace:
         option = "" if known else did_you_mean(name, options)
         setting = f"; settings have no dashes: {known[0] if known else key}={value or '…'}"
         raise ConfigError(f"{unknown[0]}: there is no such option{option or setting}")
+    shown = [name for name in ("cfg", "info") if vars(args)[name] is not None]
+    if args.multirun and shown:
+        raise ConfigError(f"--{shown[0]} shows one configuration: leave out --multirun")
     return args
 
 

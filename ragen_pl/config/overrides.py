@@ -12,8 +12,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from ragen_pl.config.errors import ConfigError
 
-# of a class; an option of a group has no dots
-_CLASS_PATH = re.compile(r"[^\W\d]\w*([.:][^\W\d]\w*)+")
+# of a class: an option of a group has no dots, but may be given as a file
+_CLASS_PATH = re.compile(r"(?!.*\.(?:py|ya?ml)$)[^\W\d]\w*([.:][^\W\d]\w*)+")
 # configurations with an environment by default
 _WITH_DEFAULTS = ("fit", "serve_environment")
 

@@ -54,9 +54,13 @@ def environment_maker(
         else:
             made = environment_class(target)
     except Exception as error:
+        remedy = (
+            "give a gymnasium id or a class path such as 'ragen_pl.envs.frozen_lake.FrozenLake'"
+        )
+        if isinstance(error, ModuleNotFoundError) and f"{target}.".startswith(f"{error.name}."):
+            remedy += "; Python looks for modules in the current folder and on PYTHONPATH"
         raise ValueError(
-            f"env.target={target}: names no environment ({error}); give a gymnasium id or a class path such as "
-            "'ragen_pl.envs.frozen_lake.FrozenLake'"
+            f"env.target={target}: names no environment ({error}); {remedy}"
         ) from error
     if process and target.rpartition(".")[0] == "__main__":
         raise ValueError(

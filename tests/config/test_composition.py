@@ -187,6 +187,16 @@ def test_an_instance_is_refused_with_the_way_to_give_it(settings, remedy) -> Non
         ({"rollout.groups": 0}, "rollout.groups=0: expected a whole number, at least 1"),
         ({"seed": object()}, "seed: got a value of type object; give a number, "),
         ({"algorithm": 3}, "algorithm"),
+        (
+            {"env": "my_shop.py"},
+            "^env=my_shop.py: no such option; .*your own class is env=my_module.MyClass",
+        ),
+        (
+            {"model": "Qwen/Qwen3-0.6B"},
+            "^model=Qwen/Qwen3-0.6B: no such option; .* is model=pretrained model.build.path=…",
+        ),
+        ({"epochs": 3}, "unknown key epochs; did you mean update.epochs or trainer.max_epochs"),
+        ({"lr": 3}, "unknown key lr; did you mean optimizer.lr"),
     ],
 )
 def test_wrong_values_are_refused_in_a_line(settings: dict[str, object], message: str) -> None:
