@@ -68,17 +68,30 @@ def with_environment(overrides: Sequence[str], *, command: str) -> list[str]:
         overrides: As on the command line.
         command: Name of its configuration. A command that reads a run's settings has an environment already.
 
+    Raises:
+        ConfigError: A sweep is over classes and files.
+
     >>> with_environment(["env=mine.Shop", "seed=1"], command="fit")
     ['env=custom', 'env.target=mine.Shop', 'seed=1', 'env.name=mine.Shop']
     >>> with_environment(["env.target=mine:Shop", "env.name=shop"], command="fit")
     ['env=custom', 'env.target=mine.Shop', 'env.name=shop']
+    >>> with_environment(["env=mine.Shop,mine.Desk"], command="fit")
+    ['env=custom', 'env.target=mine.Shop,mine.Desk', 'env.name=${env.target}']
     """
     completed: list[str] = []
     path = None
     for line in overrides:
         key, _, value = line.partition("=")
-        is_class = _CLASS_PATH.fullmatch(value.strip("'\"")) is not None
-        if key.lstrip("+") in ("env", "env.target") and is_class:
+        # several values of a sweep
+        are_classes = {
+            _CLASS_PATH.fullmatch(one.strip("'\" ")) is not None for one in value.split(",")
+        }
+        if key.lstrip("+") == "env" and are_classes == {True, False}:
+            raise ConfigError(
+                f"{line}: a sweep is over classes or over files; write a file conf/env/NAME.yaml with env.target for "
+                "each class, and add --config-dir conf"
+            )
+        if key.lstrip("+") in ("env", "env.target") and are_classes == {True}:
             completed += ["env=custom"] if key.endswith("env") else []
             # as entry points write it
             path = value.replace(":", ".")
@@ -94,7 +107,7 @@ def with_environment(overrides: Sequence[str], *, command: str) -> list[str]:
     ):
         completed, given["env"] = ["env=custom", *completed], "custom"
     if path is not None and given.get("env") == "custom" and "env.name" not in given:
-        completed.append(f"env.name={path}")
+        completed.append(f"env.name={'${env.target}' if ',' in path else path}")
     return completed
 
 

@@ -34,7 +34,8 @@ def check_run(cfg: DictConfig) -> None:
     """
     if not is_launched():
         for name, env in environment_nodes(cfg.env).items():
-            log.info("checking %s (%s)", name, env.target)
+            shown = name if name == env.target else f"{name} ({env.target})"
+            log.info("checking %s", shown)
     check_validation_batches(cfg)
     environments = check_environments(cfg)
     check_files(cfg)
