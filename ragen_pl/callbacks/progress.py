@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.metrics.proportions import reports_success
 from ragen_pl.metrics.shown import ABOVE_ZERO, PROGRESS
 from ragen_pl.trajectory import Trajectory
 
@@ -253,12 +254,26 @@ def iteration_metrics(metrics: Mapping[str, float]) -> list[str]:
     ['success 0.500', 'validation success 0.250']
     >>> iteration_metrics({"rollout/failed_episodes": 2.0, "rollout/episodes": 6.0, "update/skipped_steps": 1.0})
     ['skipped steps 1', 'failed 2 of 8']
+
+    Where the environment reports no success, the returns are shown:
+
+    >>> iteration_metrics({"val/success": 0.0, "val/success_reported": 0.0, "val/return": 2.5})
+    ['validation return 2.500']
     """
+    silent = {
+        f"{prefix}/success"
+        for _, prefix in _PLAYED
+        if f"{prefix}/success" in metrics and not reports_success(metrics, f"{prefix}/")
+    }
     shown = [
         f"{label} {float(metrics[name]):.{digits}f}"
         for label, name, digits in PROGRESS
-        if name in metrics and (name not in ABOVE_ZERO or float(metrics[name]) > 0)
+        if name in metrics
+        and name not in silent
+        and (name not in ABOVE_ZERO or float(metrics[name]) > 0)
     ]
+    if "val/success" in silent:
+        shown.append(f"validation return {float(metrics['val/return']):.3f}")
     for label, prefix in _PLAYED:
         failed = metrics.get(f"{prefix}/failed_episodes", 0.0)
         if failed:

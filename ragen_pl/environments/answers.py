@@ -196,9 +196,11 @@ class AnswerReader:
                 if isinstance(request, ChatRequest):
                     return Observation(text=raw["text"], images=shown, request=request)
                 return Observation(text=_encodable(raw["text"]), images=shown)
+        kind = type(raw).__name__
+        keys = f" with {shortened(list(raw))}" if isinstance(raw, Mapping) else ""
         raise TypeError(
-            f"{self.target} returned an observation of type {type(raw).__name__}; expected a str, or a dict "
-            "with 'text' (str) and 'image' (uint8 [height, width, 3]) or 'images' (a list of these)"
+            f"{self.target} returned an observation of type {kind}{keys}; expected a str, or a dict with 'text' (str) "
+            "and 'image' (uint8 [height, width, 3]) or 'images' (a list of these, empty in a turn without an image)"
         )
 
     def _image(self, raw: object) -> np.ndarray:

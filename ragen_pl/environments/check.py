@@ -140,9 +140,10 @@ class _Check:
             return  # a program waits for its policy
         shows = bool(slot.observation.images)
         content, model = ("an image", "small_vlm") if shows else ("no image", "small_lm")
+        show = "" if shows else "show one after reset, or "
         self._require(
             shows == bool(self.cfg.env.get("visual", shows)),
-            f"found {content} in its observation; set env.visual={str(shows).lower()} model={model}",
+            f"found {content} in its observation; {show}set env.visual={str(shows).lower()} model={model}",
         )
         self._require(
             slot.state_key is not None or not self.manager.reader.states,

@@ -47,11 +47,22 @@ def wilson(proportion: float, *, count: float) -> Proportion:
     return Proportion(proportion, low, high)
 
 
+def reports_success(metrics: Mapping[str, float], prefix: str = "") -> bool:
+    """Return whether the environment says whether its task is solved.
+
+    Lightning keeps the metric that says it does not, also where a later measurement has a success.
+
+    >>> [reports_success({"success": success, "success_reported": 0.0}) for success in (0.0, 0.5)]
+    [False, True]
+    """
+    return metrics.get(f"{prefix}success_reported") != 0.0 or metrics[f"{prefix}success"] > 0
+
+
 def objective(metrics: Mapping[str, float], prefix: str = "") -> float | None:
     """Return the objective of sweeps: the success, or the return where the environment reports no success.
 
     >>> objective({"val/success": 0.0, "val/return": 2.5, "val/success_reported": 0.0}, "val/")
     2.5
     """
-    reported = metrics.get(f"{prefix}success_reported") != 0.0
-    return metrics.get(f"{prefix}{'success' if reported else 'return'}")
+    name = "success" if reports_success(metrics, prefix) else "return"
+    return metrics.get(f"{prefix}{name}")

@@ -103,6 +103,17 @@ def test_other_images_are_refused(shown, found):
         READER.observation({"text": "see", "image": shown})
 
 
+def test_a_turn_may_have_no_image():
+    for raw in ("dark", {"text": "dark", "images": []}):
+        assert READER.observation(raw).images == []
+    # a misspelt key is not a turn without one
+    found = (
+        "an observation of type dict with ['text', 'img']; .*, empty in a turn without an image)"
+    )
+    with pytest.raises(TypeError, match=re.escape(found).replace(r"\.\*", ".*")):
+        READER.observation({"text": "dark", "img": GRAY})
+
+
 def test_an_unknown_answer_of_a_reset_is_refused():
     with pytest.raises(TypeError, match=r"reset returned a str, expected \(observation, info\)"):
         READER.reset("text")

@@ -54,7 +54,10 @@ OF_THE_COMMAND = [
     ),
     ("warm_start.optimizer.lr=abc", "warm_start.optimizer.lr=abc: expected a number"),
     ("env=frozenlake_visual model=small_lm", "the model takes no images; set model=small_vlm"),
-    ("env=frozenlake env.visual=true model=small_vlm", "found no image .*; set env.visual=false"),
+    (
+        "env=frozenlake env.visual=true model=small_vlm",
+        "found no image .*; show one after reset, or set ",
+    ),
     ("model.build.text.num_attention_heads=3", "expected a divisor of .*hidden_size=128"),
     ("algorithm.critic=none", "BilevelGAE needs values; set algorithm.critic"),
     ("-m seed=0,1 trainer.devices=2", "--multirun with 2 ranks: .* start the runs one by one"),
