@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ from PIL import Image
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, CountOrZero
-from ragen_pl.base.files import disk_errors_of
+from ragen_pl.base.files import atomic_write, disk_errors_of
 from ragen_pl.base.records import Origin, TokenCredit, sample_groups, write_episodes
 from ragen_pl.callbacks.access import (
     KeepsTraces,
@@ -28,15 +29,17 @@ from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.validation import HELD_OUT, ValidationChunk
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.agent import AgentModule
-from ragen_pl.trajectory import Trajectory
+from ragen_pl.trajectory import EpisodeStatus, Trajectory
 from ragen_pl.viewing.images import beside, enlarged
-from ragen_pl.viewing.page import PAGE, outcomes, write_page
+from ragen_pl.viewing.page import PAGE, PLAYED, outcomes, write_page
 from ragen_pl.viewing.token_credit import token_credit
 
 # Pixels: the gap between the images of a strip, the height that smaller images are enlarged to.
 _GAP = 4
 _HEIGHT = 96
 _FOLDER, _NAME, _VALIDATION = "trajectories", "iteration_", "validation_"
+# environment, status and success of an episode
+_Ended = tuple[str | None, EpisodeStatus, bool]
 
 
 class LogTrajectories(RolloutCallback):
@@ -73,6 +76,8 @@ class LogTrajectories(RolloutCallback):
         self.keep_last = keep_last
         # by the number of the validation set
         self._validation: dict[int, list[Trajectory]] = defaultdict(list)
+        # environment, status and success of all of its episodes
+        self._validated: list[_Ended] = []
 
     def on_rollout_end(
         self,
@@ -99,7 +104,7 @@ class LogTrajectories(RolloutCallback):
         )
         write_strips([trajectories[index] for index in kept], folder)
         title = f"{run_title(trainer)}/iteration {iteration}"
-        _write_pages(records, folder, title=title, played=trajectories)
+        _write_pages(records, folder, title=title, played=[_ended(one) for one in trajectories])
         log_files(trainer, folder, place=name)
         for logger in trainer.loggers:
             if isinstance(logger, KeepsTraces) and self.traces:
@@ -109,6 +114,7 @@ class LogTrajectories(RolloutCallback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget the episodes of another validation."""
         self._validation.clear()
+        self._validated = []
 
     def on_validation_batch_end(
         self,
@@ -124,8 +130,9 @@ class LogTrajectories(RolloutCallback):
         mixed = isinstance(batch, ValidationChunk) and batch.validation_set.environment
         if not (first or mixed) or not isinstance(outputs, Mapping) or not trainer.is_global_zero:
             return
-        kept = self._validation[dataloader_idx]
-        kept += outputs.get("trajectories", ())
+        kept, played = self._validation[dataloader_idx], outputs.get("trajectories", ())
+        self._validated += map(_ended, played)
+        kept += played
         kept.sort(key=lambda one: bool(one.success))
         del kept[self.count :]
 
@@ -143,7 +150,7 @@ class LogTrajectories(RolloutCallback):
         origin = Origin(iteration=iteration, validation_set=HELD_OUT)
         records = write_episodes(played, folder, reader=reader, origin=origin)
         title = f"{run_title(trainer)}/validation after {iteration} iterations"
-        _write_pages(records, folder, title=title)
+        _write_pages(records, folder, title=title, played=self._validated)
         self._remove_others(trainer, folder.parent, _VALIDATION)
 
     def _remove_others(self, trainer: pl.Trainer, folder: Path, prefix: str) -> None:
@@ -185,31 +192,38 @@ def _sampled(trajectories: Sequence[Trajectory], *, count: int) -> list[int]:
     ]
 
 
+def _ended(trajectory: Trajectory) -> _Ended:
+    return trajectory.environment, trajectory.status, bool(trajectory.success)
+
+
 def _write_pages(
-    records: Sequence[dict[str, Any]],
-    folder: Path,
-    *,
-    title: str,
-    played: Sequence[Trajectory] = (),
+    records: Sequence[dict[str, Any]], folder: Path, *, title: str, played: Sequence[_Ended]
 ) -> None:
-    """Write the page of records, and one of each environment of a mixture.
+    """Write the page of records, one of each environment of a mixture, and how many episodes there were.
 
     Args:
         records: The episodes shown.
         folder: Their folder.
         title: Title of the page.
-        played: All episodes, of which they are some; none to count those shown.
+        played: All episodes, of which they are some.
     """
     names = dict.fromkeys(record["environment"] for record in records)
     pages = {None: PAGE} | {name: f"page_{name}.html" for name in names if name is not None}
     for name, file in pages.items():
-        of_all = [one for one in played if name in (None, one.environment)]
+        counts = outcomes(
+            (status, success)
+            for environment, status, success in played
+            if name in (None, environment)
+        )
         write_page(
             [record for record in records if name in (None, record["environment"])],
             folder / file,
             title=title if name is None else f"{title}, {name}",
-            played=outcomes((one.status, bool(one.success)) for one in of_all) if played else None,
+            played=counts,
         )
+        if name is None:
+            with atomic_write(folder / PLAYED) as partial:
+                partial.write_text(json.dumps(counts))
 
 
 def _credit(

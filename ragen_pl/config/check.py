@@ -197,7 +197,12 @@ class _Walk:
                 self.unknown.append(place)
                 others = () if fields.name else leaves(self.root)
                 keys = [other for other, _ in others if other != place and "._" not in other]
-                yield place, unknown_key(place, fields.parameters, owner=fields.name, keys=keys)
+                taken = {"_target_", *HYDRA, *fields.parameters}
+                also = [one for one in node if one not in taken and one != name]
+                yield (
+                    place,
+                    unknown_key(place, fields.parameters, owner=fields.name, keys=keys, also=also),
+                )
             annotation = known.annotation if known else Any
             yield from self.problems(value, annotation, key=place, parent=node)
 
@@ -370,7 +375,12 @@ def keys_that_end(name: str, keys: Iterable[str]) -> list[str]:
 
 
 def unknown_key(
-    key: str, siblings: Iterable[str] = (), *, owner: str = "", keys: Iterable[str] = ()
+    key: str,
+    siblings: Iterable[str] = (),
+    *,
+    owner: str = "",
+    keys: Iterable[str] = (),
+    also: Iterable[str] = (),
 ) -> str:
     """Return one line on a key that does not exist, with the nearest that does.
 
@@ -379,6 +389,7 @@ def unknown_key(
         siblings: Names in its node.
         owner: Class whose arguments these are.
         keys: Full names of settings, for a suggestion if the node has no similar name.
+        also: Names in its node that do not exist either.
     """
     parent, _, name = key.rpartition(".")
     names = [sibling for sibling in siblings if not sibling.startswith("_")]
@@ -391,8 +402,10 @@ def unknown_key(
     if near:
         return f"{message}{near}"
     if owner:
+        removed = " ".join(f"'~{parent}.{one}'" for one in (name, *also))
+        verb = "remove" if " " in removed else "removes"
         return (
-            f"{message}; it takes {', '.join(names) or 'none'}; '~{key}' removes what a file sets"
+            f"{message}; it takes {', '.join(names) or 'none'}; {removed} {verb} what a file sets"
         )
     if parent and names:
         return f"{message}; {parent} has {', '.join(sorted(names))}"

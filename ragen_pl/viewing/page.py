@@ -22,6 +22,8 @@ from ragen_pl.base.records import read_image, sample_groups
 from ragen_pl.trajectory import EpisodeStatus, Span
 
 PAGE = "page.html"
+PLAYED = "played.json"
+"""File beside records of some episodes: the `outcomes` of all."""
 # Left out of the page, which would be several times as large; the JSONL has them.
 _LEFT_OUT = frozenset({"prompt_ids", "response_ids", "info"})
 _SIGNIFICANT_DIGITS = 5

@@ -27,7 +27,7 @@ from ragen_pl.metrics.proportions import Z, wilson
 from ragen_pl.metrics.record import RecordReader, Row
 from ragen_pl.metrics.shown import is_drawn
 from ragen_pl.viewing.outcomes import count_kinds
-from ragen_pl.viewing.page import page_html
+from ragen_pl.viewing.page import PLAYED, outcomes, page_html
 from ragen_pl.viewing.plots import EVENTS, stage_starts
 
 _METRICS = "metrics.json"
@@ -38,7 +38,7 @@ _LEVELS, _DEPTH, _VALUES, _LENGTH = 4, 12, 5000, 300
 # metrics of other policies in a run's last metrics, the prefixes of its own, and the most policies
 _OF_REFERENCES, _OF_THE_RUN, _MAX_REFERENCES = (
     ("success", "return"),
-    ("val", "rollout", "update"),
+    ("val", "rollout", "update", "diagnostics"),
     8,
 )
 # where MLflow keeps a copy of a run's files: the settings are among them
@@ -229,8 +229,20 @@ def episodes_page(folder: Path, name: str, *, title: str, episodes: int) -> str:
         title=title,
         images=file.parent,
         episodes=episodes,
+        played=_played(folder, f"{name}/{PLAYED}"),
         failures_first=True,
     )
+
+
+def _played(folder: Path, name: str) -> dict[str, int] | None:
+    """Return the numbers of all episodes, of which the records are some; None if they are not known."""
+    try:
+        counts = json.loads(_text(folder, name) or "null")
+    except (ValueError, RecursionError):
+        return None
+    names = outcomes([])
+    known = isinstance(counts, dict) and counts.keys() == names.keys()
+    return counts if known and all(type(one) is int for one in counts.values()) else None
 
 
 def outcome_counts(folder: Path, name: str) -> dict[str, int]:

@@ -289,9 +289,13 @@ function chart(title, lines, fixed) {
     if (mark.x < range.left || mark.x > range.right) continue;
     svg.append(draw("line", { class: mark.kind, x1: across(mark.x), x2: across(mark.x), y1: TOP, y2: HEIGHT - BOTTOM }));
   }
-  for (const { label, y } of references) {
+  // A label that would stand on the one before goes to its left.
+  let column = 0, before = -Infinity;
+  for (const { label, y } of [...references].sort((one, other) => one.y - other.y)) {
+    column = Math.abs(down(y) - before) < 12 ? (column + 1) % 3 : 0;
+    before = down(y);
     svg.append(draw("line", { class: "reference", x1: LEFT, x2: WIDTH - RIGHT, y1: down(y), y2: down(y) }),
-      draw("text", { x: WIDTH - RIGHT, y: down(y) - 3, "text-anchor": "end" }, visible(label)));
+      draw("text", { x: WIDTH - RIGHT - 110 * column, y: down(y) - 3, "text-anchor": "end" }, visible(label)));
   }
   for (const { points, color, dash } of series) {
     const banded = points.filter((point) => point.low !== undefined && point.high !== undefined);

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -30,6 +32,7 @@ from ragen_pl.callbacks.trajectories import LogTrajectories, staying, strip
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.tracking.loggers import RecordLogger
 from ragen_pl.trajectory import Observation, Trajectory
+from ragen_pl.viewing.run_files import episodes_page
 
 
 def trajectory(group: int, *, side: int = 8) -> Trajectory:
@@ -149,7 +152,8 @@ def test_trajectories_are_kept_with_images(tmp_path: Path) -> None:
     assert folders == ["iteration_0000", "iteration_0002"]
     folder = tmp_path / "trajectories" / "iteration_0002"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"trajectories.jsonl", "page.html", "images", "0.png", "1.png", "2.png"}
+    written = {"trajectories.jsonl", "page.html", "played.json", "images"}
+    assert names == written | {"0.png", "1.png", "2.png"}
     read = list(read_records(folder / "trajectories.jsonl"))[1]
     assert (read["group"], read["return"], read["status"]) == (2, 0.5, "terminated")
     assert read["iteration"] == 2
@@ -157,6 +161,35 @@ def test_trajectories_are_kept_with_images(tmp_path: Path) -> None:
     assert read["turns"][0]["logprobs"] == [-0.5] * 3
     with Image.open(folder / "1.png") as image:
         assert image.size == (96 + 4 + 96 + 4 + 10, 200)
+
+
+class Validated(ScriptedPolicy):
+    """Policy that solves one of four episodes of a validation."""
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> dict[str, list[Trajectory]]:
+        super().validation_step(batch, index)
+        return {"trajectories": [replace(trajectory(n), success=n == 0) for n in range(4)]}
+
+
+def test_a_page_of_a_validation_counts_all_of_its_episodes(tmp_path: Path) -> None:
+    fit(tmp_path, LogTrajectories(count=3), module=Validated(), max_epochs=2)
+    folder = tmp_path / "trajectories" / "validation_0002"
+    records = list(read_records(folder / "trajectories.jsonl"))
+    assert [record["success"] for record in records] == [False] * 3
+    # two batches of the last validation
+    counts = {"episodes": 8, "success": 2, "failed": 0}
+    assert json.loads((folder / "played.json").read_text()) == counts
+    name = f"trajectories/{folder.name}"
+    shown = episodes_page(tmp_path, name, title="a run", episodes=64)
+    for page in ((folder / "page.html").read_text(), shown):
+        assert f'"totals":{json.dumps(counts, separators=(",", ":"))}' in page
+        assert '"note":"3 of 8 episodes, whole groups"' in page
+    # one of somebody else that is none, and one of an earlier version
+    for text in ("[1]", '{"episodes": "<b>", "success": 2, "failed": 0}', ""):
+        (folder / "played.json").write_text(text)
+        assert '"totals":{"episodes":3,"success":0,"failed":0}' in episodes_page(
+            tmp_path, name, title="a run", episodes=64
+        )
 
 
 def test_trajectories_are_mlflow_artifacts(tmp_path: Path, empty_store: Path) -> None:
@@ -169,7 +202,7 @@ def test_trajectories_are_mlflow_artifacts(tmp_path: Path, empty_store: Path) ->
     fit(tmp_path, LogTrajectories(count=1), module=ScriptedPolicy(), logger=logger, max_epochs=1)
     files = MlflowClient(uri).list_artifacts(logger.run_id, "trajectories/iteration_0000")
     names = [Path(file.path).name for file in files]
-    assert names == ["0.png", "images", "page.html", "trajectories.jsonl"]
+    assert names == ["0.png", "images", "page.html", "played.json", "trajectories.jsonl"]
 
 
 def test_trajectories_of_some_iterations_stay_here_and_in_mlflow(

@@ -196,6 +196,10 @@ def test_an_instance_is_refused_with_the_way_to_give_it(settings, remedy) -> Non
             "^model=Qwen/Qwen3-0.6B: no such option; .* is model=pretrained model.build.path=…",
         ),
         ({"epochs": 3}, "unknown key epochs; did you mean update.epochs or trainer.max_epochs"),
+        (
+            {"env": "frozenlake", "warm_start/demonstrator": "random"},
+            "takes none; '~warm_start.demonstrator.noise' '~warm_start.demonstrator.base' remove what",
+        ),
         ({"lr": 3}, "unknown key lr; did you mean optimizer.lr"),
     ],
 )

@@ -62,6 +62,7 @@ def make_run(run: Path, *, lr: float, earlier: bool = False) -> Path:
     else:
         write_rows(run, rows)
     metrics = {"val/success": 0.75, "random_policy/success": 0.25, "optimal_policy/return": 1.5}
+    metrics |= {"diagnostics/success": 0.5}
     (run / "metrics.json").write_text(json.dumps(metrics))
     event = {"iteration": 2, "message": f"entropy fell {NASTY}", "done": ["warned"]}
     (run / "collapse.jsonl").write_text(json.dumps(event) + "\n")
