@@ -254,6 +254,8 @@ def iteration_metrics(metrics: Mapping[str, float]) -> list[str]:
     ['success 0.500', 'validation success 0.250']
     >>> iteration_metrics({"rollout/failed_episodes": 2.0, "rollout/episodes": 6.0, "update/skipped_steps": 1.0})
     ['skipped steps 1', 'failed 2 of 8']
+    >>> iteration_metrics({"rollout/valid_actions": 1.0, "rollout/truncated": 0.25})
+    ['valid actions 1.000', 'truncated 0.250']
 
     Where the environment reports no success, the returns are shown:
 

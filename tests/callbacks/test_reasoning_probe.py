@@ -67,6 +67,11 @@ def test_regimes_at_their_extremes(count):
         for scores in (diverse, template, faithful, single)
     ]
     assert [probe.regime() for probe in probes] == list(Regime)
+    # in a run's log, without a letter of a formula
+    words = [probe.in_words().partition("; ") for probe in probes]
+    kinds = ["vary, and", "vary, but hardly", "depend on", "are nearly the same for all"]
+    assert all(text.startswith(kind) for (text, _, _), kind in zip(words, kinds, strict=True))
+    assert words[0][2] == f"100% of them fit their own prompt best, {1 / count:.0%} would by chance"
     for probe in probes[::2]:
         assert probe.mutual_information == pytest.approx(math.log(count))
         assert probe.information_share == pytest.approx(1.0) and probe.retrieval_accuracy == 1.0

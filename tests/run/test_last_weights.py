@@ -66,6 +66,8 @@ def test_nothing_is_left_to_measure_when_the_model_leaves_its_device(
     first = run("trainer.max_epochs=1")
     assert events == ["validation", "validation", "blank", BARE]
     assert "val/return" in first.metrics and "blank_images/return" in first.metrics
+    # a notebook shows it: the folder, and neither all metrics nor the model
+    assert repr(first) == f"TrainedRun(folder={first.folder!r})"
     # it has finished: it measures as it did
     events.clear()
     again = run("trainer.max_epochs=1", f"ckpt_path={first.checkpoint}")
