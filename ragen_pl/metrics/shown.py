@@ -75,6 +75,7 @@ _FURTHER = (
     "group_return_std",
     "entropy",
     "turn_limit",
+    "success_reported",
     "curriculum_stage",
 )
 _DRAWN = {

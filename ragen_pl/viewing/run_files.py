@@ -23,7 +23,7 @@ from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, sett
 from ragen_pl.base.records import FILE, read_records
 from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.checkpoints import lock
-from ragen_pl.metrics.proportions import Z, wilson
+from ragen_pl.metrics.proportions import Z, reports_success, wilson
 from ragen_pl.metrics.record import RecordReader, Row
 from ragen_pl.metrics.shown import is_drawn
 from ragen_pl.viewing.outcomes import count_kinds
@@ -81,8 +81,8 @@ def overview(folder: Path) -> dict[str, Any]:
         "elapsed_s": last.get("elapsed_s", 0.0),
         "seeds": seeds_key(settings),
         "alarms": sum(1 for _ in _lines(folder, EVENTS)),
-        "training": _interval(trained, "rollout/success"),
-        "validation": _interval(measured, "val/success"),
+        "training": _interval(trained, "rollout/"),
+        "validation": _interval(measured, "val/"),
     }
 
 
@@ -104,9 +104,14 @@ def _last_rows(folder: Path, changed: int) -> tuple[Row, Row, Row]:
     return newest[0], newest[1], newest[2]
 
 
-def _interval(row: Row, name: str) -> dict[str, float] | None:
-    keys = {"value": name, "low": f"{name}_low", "high": f"{name}_high"}
-    return {key: row[column] for key, column in keys.items() if column in row} or None
+def _interval(row: Row, prefix: str) -> dict[str, Any] | None:
+    """Return the last success, or the return where the environment reports no success, with its interval."""
+    if f"{prefix}success" not in row:
+        return None
+    kind = "success" if reports_success(row, prefix) else "return"
+    keys = {"value": kind, "low": f"{kind}_low", "high": f"{kind}_high"}
+    found = {key: row[prefix + name] for key, name in keys.items() if prefix + name in row}
+    return {"kind": kind} | found
 
 
 def state_of(folder: Path) -> str:

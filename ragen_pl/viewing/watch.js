@@ -83,7 +83,7 @@ function keepView() {
 // ---- table of runs
 
 const colorOf = (name) => COLORS[Math.max(0, selected.indexOf(name)) % COLORS.length];
-const interval = (value) => value ? `${number(value.value)}` + ("low" in value ? ` [${number(value.low, 2)}, ${number(value.high, 2)}]` : "") : "–";
+const interval = (value) => value ? `${value.kind === "return" ? "return " : ""}${number(value.value)}` + ("low" in value ? ` [${number(value.low, 2)}, ${number(value.high, 2)}]` : "") : "–";
 function duration(seconds) {
   const minutes = Math.round(seconds / 60);
   return seconds < 90 ? `${Math.round(seconds)} s` : minutes < 90 ? `${minutes} min` : `${(minutes / 60).toFixed(1)} h`;

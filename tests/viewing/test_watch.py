@@ -289,6 +289,17 @@ def test_other_policies_and_outcomes_of_a_run(server: Client) -> None:
     assert server.get(f"/outcomes?{query}")[0] == 404
 
 
+def test_a_run_without_success_is_shown_by_its_return(runs: Path) -> None:
+    run = make_run(runs / "silent" / "a", lr=0.3)
+    silent = {"rollout/success": 0.0, "rollout/success_reported": 0.0}
+    write_rows(run, [row(n, **silent) for n in range(1, 5)])
+    shown = overview(run)["training"]
+    assert (shown["kind"], shown["value"]) == ("return", 1.0) and shown["low"] < 1 < shown["high"]
+    write_rows(run, [row(n, **silent | {"rollout/success": 0.25}) for n in range(1, 5)])
+    assert overview(run)["training"]["value"] == 0.25
+    shutil.rmtree(run.parent)
+
+
 def test_runs_that_differ_in_their_seed_alone_belong_together(runs: Path) -> None:
     first, other = (make_run(runs / "seeds" / name, lr=0.3) for name in ("a", "b"))
     config = other / "config.yaml"
