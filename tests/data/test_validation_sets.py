@@ -173,7 +173,7 @@ def initial_states(name: str, *, held_out: bool, count: int = 240) -> list[tuple
 
 @pytest.mark.parametrize(
     "name",
-    ["game_2048", "pocket_cube", pytest.param("countdown", marks=pytest.mark.environments)],
+    ["game_2048", "pocket_cube", "svg", pytest.param("countdown", marks=pytest.mark.environments)],
 )
 def test_a_held_out_fraction_keeps_the_distribution_on_both_sides(name):
     training, validation = (initial_states(name, held_out=side) for side in (False, True))
