@@ -36,6 +36,7 @@ from support.models.compared_logprobs import own_logprobs, play, trainer_logprob
 from support.models.tiny_families import PROCESSORS, known_families, tiny_bundle  # noqa: E402
 
 from ragen_pl.config.errors import in_one_line  # noqa: E402
+from ragen_pl.models.facts import family_failure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "families.json"
 PAGE = ROOT / "docs" / "models.md"
@@ -98,7 +99,7 @@ def _in_child(name: str, images: bool, seconds: int, pipe: Connection) -> None:
         found = {"engine": engine, "trainer": trainer}
     # whatever a family leads to is its result
     except Exception as error:
-        found = {"reason": in_one_line(error, longest=300)}
+        found = {"reason": family_failure(error) or in_one_line(error, longest=300)}
     pipe.send(found)
 
 

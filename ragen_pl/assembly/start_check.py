@@ -5,8 +5,8 @@ It runs after the Trainer has placed the model: on the device of the run, in its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,9 +16,10 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig
 
 from ragen_pl.base.distributed import all_ranks_do, rank
-from ragen_pl.config.errors import config_errors
+from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.engines.protocol import EngineFactory, EnginePolicy, EngineTraits, RolloutEngine
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.models.facts import family_failure
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded, load_engine
 from ragen_pl.prompts.context import ContextManager
@@ -149,9 +150,17 @@ def _on_first_rank(compare: Callable[..., None]) -> None:
     all_ranks_do(lambda: compare(alone=True) if rank() == 0 else None)
 
 
-def _refusals(policy: EnginePolicy) -> AbstractContextManager[None]:
+@contextmanager
+def _refusals(policy: EnginePolicy) -> Iterator[None]:
     """Raise in one line whatever a family that is not supported leads to."""
-    return config_errors(f"model.build: this family ({policy.bundle.facts.family}) can't be run")
+    place = f"model.build: this family ({policy.bundle.facts.family}) can't be run"
+    with config_errors(place):
+        try:
+            yield
+        except Exception as error:
+            if (reason := family_failure(error)) is None:
+                raise
+            raise ConfigError(f"{place}: {reason}; choose another model") from error
 
 
 def image_size(environments: EnvironmentManager) -> tuple[int, int] | None:

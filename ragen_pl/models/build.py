@@ -263,6 +263,21 @@ def _check_family(bundle: ModelBundle, *, shows_images: bool) -> None:
     facts = bundle.facts
     # a ValueError where they are not known
     _ = bundle.layers
+    if bundle.model.config.is_encoder_decoder:
+        raise ValueError(
+            f"model.build.path={bundle.source}: in {facts.family} an encoder reads the prompt, and every turn would be "
+            "a prompt of its own; choose another family"
+        )
+    if not facts.takes_cache:
+        raise ValueError(
+            f"model.build.path={bundle.source}: transformers' {facts.family} takes no keys, values or states of earlier "
+            "turns; choose another family"
+        )
+    if not facts.takes_positions and not facts.keeps_states:
+        raise ValueError(
+            f"model.build.path={bundle.source}: transformers' {facts.family} takes no positions, so those of a short "
+            "conversation would count the padding beside a long one; choose another family"
+        )
     if facts.attends_both_ways:
         raise ValueError(
             f"model.build.path={bundle.source}: in {facts.family} the tokens of a prompt, or of its images and what "
@@ -285,6 +300,11 @@ def _check_images(bundle: ModelBundle) -> None:
         ValueError: They can't.
     """
     facts = bundle.facts
+    if facts.image_token_id is None:
+        raise ValueError(
+            f"model.build.path={bundle.source}: the config of {facts.family} names no token of images; choose another "
+            "family"
+        )
     if not facts.takes_features:
         raise ValueError(
             f"model.build.path={bundle.source}: transformers' {facts.family} takes no encoded images, and every turn "

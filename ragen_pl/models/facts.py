@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ragen_pl.models.attention import PACKED_ROWS
 from ragen_pl.models.logit_scale import LogitScale
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
 # sizes of images in patches, as families call them: Qwen's and their relatives, and MiniCPM-V
 _GRIDS = frozenset({"image_grid_thw", "target_sizes"})
+# files of transformers' families, and those of this package
+_FAMILIES, _PACKAGE = "/transformers/models/", Path(__file__).parents[1].as_posix()
 # implementations that take any mask
 _MASKED = ("eager", "sdpa", PACKED_ROWS)
 
@@ -49,6 +55,10 @@ class ModelFacts:
     """Arguments of the forward without the head."""
     cache_argument: str = "past_key_values"
     """The one that takes keys and values, or states."""
+    takes_positions: bool = True
+    """Whether the decoder takes positions, without which those of a row depend on its padding."""
+    takes_cache: bool = True
+    """Whether the decoder takes keys and values, or states, of earlier tokens."""
     bidirectional_layers: frozenset[str] = frozenset()
     """Types of the layers in which the tokens of an image attend to each other both ways."""
     attends_both_ways: bool = False
@@ -137,6 +147,8 @@ class ModelFacts:
         encode = getattr(base, "get_image_features", getattr(model, "get_image_features", None))
         position_arguments = _arguments(getattr(base, "get_rope_index", None))
         attention = text._attn_implementation
+        # some have a wrapper around the decoder that names no argument
+        inner = arguments | _arguments(getattr(model.get_decoder(), "forward", None))
         return cls(
             family=config.model_type,
             image_token_id=getattr(config, "image_token_id", None),
@@ -150,6 +162,8 @@ class ModelFacts:
             position_arguments=position_arguments,
             arguments=arguments,
             cache_argument="cache_params" if "cache_params" in arguments else "past_key_values",
+            takes_positions="position_ids" in inner,
+            takes_cache=bool(inner & {"cache_params", "past_key_values"}),
             bidirectional_layers=_bidirectional_layers(model, text),
             attends_both_ways=getattr(text, "use_bidirectional_attention", None) is True,
             takes_features="mm_encoder_outputs" in arguments,
@@ -177,6 +191,21 @@ def backbone_of(model: PreTrainedModel) -> Any:
     if decoder is not model:
         return backbone_of(decoder)
     return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
+
+
+def family_failure(error: BaseException) -> str | None:
+    """Return in a clause which part of transformers' code of a family an error ended, without the error's own text.
+
+    Returns:
+        The clause; None for an error of other code, and for a lack of memory.
+    """
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [Path(code.co_filename).as_posix() for code in codes]
+    parts = [code for code, file in zip(codes, files, strict=True) if _FAMILIES in file]
+    # what this package raises has its reason
+    if isinstance(error, torch.OutOfMemoryError) or not parts or files[-1].startswith(_PACKAGE):
+        return None
+    return f"{parts[-1].co_qualname} of transformers ends in {type(error).__name__}"
 
 
 def image_features_of(model: PreTrainedModel) -> Callable[..., Any]:

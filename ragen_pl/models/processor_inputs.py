@@ -115,9 +115,16 @@ def slot_texts(
             **settings,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if any(image.shape != EXAMPLE.shape for image in images):
+            # a ValueError if it is not for the sizes
+            slot_texts(processor, slot, [EXAMPLE] * len(images), settings, family=family)
+            sizes = ", ".join(sorted({f"{height} x {width}" for height, width, _ in map(np.shape, images)}))
+            raise ValueError(
+                f"{family} does not take images of {sizes} pixels ({' '.join(str(error).split()):.300})"
+            ) from error
         raise ValueError(
-            f"model.build: the processor of {family} does not read arrays of images for one text, as others do "
-            f"({' '.join(str(error).split())}); choose another model"
+            f"model.build: the processor of {family} does not read arrays of images in a list for each text, as others "
+            "do; choose another model"
         ) from error
     if "text_replacement_offsets" not in outputs:
         raise ValueError(
