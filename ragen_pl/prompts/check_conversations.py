@@ -52,7 +52,7 @@ def converse(
     image_size: tuple[int, int] | None,
     truncation: Truncation | None = None,
 ) -> list[CheckedResponse]:
-    """Return the responses of short conversations side by side, and then of the long one.
+    """Return the responses of short conversations side by side, and then of the long one beside another short one.
 
     The long conversation has a single turn, whose prompt and response are as long as the context allows. On a CPU they
     are shorter for models of more than some ten million weights.
@@ -100,7 +100,9 @@ def converse(
             talk.respond(ids=answer.ids, text="", actions=[])
         responses += answers
     if (words := _words_of_longest(context)) is not None:
-        responses += ask([request(len(_TEXTS), _start(context), words, 0)])
+        # beside a short one, whose padding some layers would compress with its tokens (DeepSeek-V4)
+        pair = enumerate((words, _TEXTS[0]), start=len(_TEXTS))
+        responses += ask([request(number, _start(context), text, 0) for number, text in pair])
     return responses
 
 
