@@ -270,8 +270,8 @@ def _check_family(bundle: ModelBundle, *, shows_images: bool) -> None:
         )
     if not facts.takes_cache:
         raise ValueError(
-            f"model.build.path={bundle.source}: transformers' {facts.family} takes no keys, values or states of earlier "
-            "turns; choose another family"
+            f"model.build.path={bundle.source}: transformers' {facts.family} takes no keys, values or states of "
+            "earlier turns; choose another family"
         )
     if not facts.takes_positions and not facts.keeps_states:
         raise ValueError(

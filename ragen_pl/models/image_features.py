@@ -22,8 +22,7 @@ class ImageFeatures:
     deepstack: tuple[Tensor, ...] = ()
     """Features added to the states after the first decoder layers, each `[image tokens, hidden]` (Qwen3-VL)."""
     grids: Tensor | None = None
-    """int64 `[images, 3]`, time, height and width in patches, or `[images, 2]`; None for families whose positions have one
-    axis."""
+    """int64 `[images, 3]`, time, height and width in patches, or `[images, 2]`; None where positions have one axis."""
     origin: Tensor | None = None
     """int64 `[image tokens]`, number of each token in the features that `select` took them from; None for others."""
 

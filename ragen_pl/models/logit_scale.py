@@ -62,8 +62,8 @@ class LogitScale:
         # whatever a forward that is written in another way leads to
         except Exception as error:
             raise ValueError(
-                f"model.build: {_name(model)} computes its logits in a way that is not known here: from more than token "
-                "ids, or not by one layer from the states of its decoder; choose another model"
+                f"model.build: {_name(model)} computes its logits in a way that is not known here: from more than "
+                "token ids, or not by one layer from the states of its decoder; choose another model"
             ) from error
         if not all(map(_close, logits, expected)):
             raise ValueError(

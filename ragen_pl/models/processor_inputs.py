@@ -118,7 +118,9 @@ def slot_texts(
         if any(image.shape != EXAMPLE.shape for image in images):
             # a ValueError if it is not for the sizes
             slot_texts(processor, slot, [EXAMPLE] * len(images), settings, family=family)
-            sizes = ", ".join(sorted({f"{height} x {width}" for height, width, _ in map(np.shape, images)}))
+            sizes = ", ".join(
+                sorted({f"{height} x {width}" for height, width, _ in map(np.shape, images)})
+            )
             raise ValueError(
                 f"{family} does not take images of {sizes} pixels ({' '.join(str(error).split()):.300})"
             ) from error

@@ -29,8 +29,10 @@ WITH_IMAGES = (
     "aya_vision", "cohere2_vision", "granite_vision",
     # features by the base model only; by arguments that the wrapper does not name
     "janus", "video_llama_3",
-    # positions without types of tokens
-    "qwen2_5_omni_thinker",
+    # positions without types of tokens; types that are given only if asked for; sizes by another name
+    "qwen2_5_omni_thinker", "cosmos3_edge", "minicpmv4_7",
+    # features by decoder layer; hidden states besides; tokens of the text of images
+    "granite4_vision", "deepseek_vl_hybrid", "idefics3",
 )  # fmt: skip
 TEXT = (
     # multiplies its logits by what Granite divides by
@@ -42,7 +44,7 @@ TEXT = (
 SINCE = {"qwen2_5_omni_thinker": Version("5.23")}
 REFUSED = {
     "ovis2": r"^model\.build: transformers' ovis2 gives image features of a kind of its own \(visual_indicator",
-    "idefics2": r"^model\.build: the processor of idefics2 does not read arrays",
+    "idefics2": r"^model\.build: the processor of idefics2 does not read arrays .* as others do; choose another model$",
     "hunyuan_vl": r"^model\.build\.path=hunyuan_vl: .* 4 axes",
     "llama4": r"^model\.build\.path=llama4: .* takes no encoded images",
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.models.families import FAMILIES
@@ -19,6 +21,8 @@ from transformers import (
 )
 
 from ragen_pl.models.build import load_pretrained
+from ragen_pl.models.facts import family_failure
+from ragen_pl.models.processor_inputs import EXAMPLE
 
 TOKENIZER = FAMILIES["smollm2"].tokenizer()
 WORDS: dict[str, Any] = {
@@ -71,9 +75,72 @@ def test_a_family_that_is_not_supported(start) -> None:
     config = BloomConfig(**WORDS, hidden_size=32, n_layer=2, n_head=2)
     refused = start(config, "warm_start=none", EAGER)
     assert refused == (
-        "model.build.path=model: transformers' bloom takes no positions, so those of a short conversation would count the "
-        "padding beside a long one; choose another family"
+        "model.build.path=model: transformers' bloom takes no positions, so those of a short conversation would count "
+        "the padding beside a long one; choose another family"
     )
+
+
+@pytest.mark.slow
+def test_what_ends_a_family_is_named_without_the_error_of_its_code(fit, tmp_path: Path) -> None:
+    tiny_bundle("minimax", images=False, checked=False).save(tmp_path / "model")
+    refused = fit(
+        "env=frozenlake", "model=pretrained", "model.build.path=model", "context.max_tokens=300",
+        "warm_start=none",
+    ).refused()  # fmt: skip
+    assert refused == (
+        "model.build: this family (minimax) can't be run: MiniMaxModel.forward of transformers ends in ValueError; "
+        "choose another model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bart", "takes no positions, so those of a short conversation would count the padding"),
+        ("rwkv", "takes no keys, values or states of earlier turns"),
+        ("t5gemma2", "in t5gemma2 an encoder reads the prompt"),
+        ("bert", "from more than token ids, or not by one layer from the states of its decoder"),
+    ],
+)
+def test_a_text_family_is_refused_with_the_reason(name: str, reason: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        tiny_bundle(name, images=False)
+    text = str(refused.value)
+    assert text.startswith("model.build") and name in text and reason in text
+    assert re.search(r"; choose another (family|model)$", text) and "Error" not in text
+
+
+@pytest.mark.parametrize("name", ["idefics2", "got_ocr2"])
+def test_a_processor_that_reads_no_lists_of_arrays_is_refused_with_the_reason(name: str) -> None:
+    images = tiny_bundle(name, images=True).images
+    assert images is not None
+    for shape in (EXAMPLE.shape, (56, 84, 3)):
+        with pytest.raises(ValueError) as refused:
+            images.replacement(np.zeros(shape, np.uint8))
+        assert str(refused.value) == (
+            f"model.build: the processor of {name} does not read arrays of images in a list for each text, as others "
+            "do; choose another model"
+        )
+
+
+def test_a_size_that_a_processor_does_not_take_is_named() -> None:
+    images = tiny_bundle("qwen2_vl", images=True).images
+    assert images is not None
+    with pytest.raises(
+        ValueError, match=r"^qwen2_vl does not take images of 2 x 900 pixels \(.*aspect ratio"
+    ):
+        images.replacement(np.zeros((2, 900, 3), np.uint8))
+
+
+def test_only_what_ends_in_code_of_a_family_is_called_a_fault_of_it() -> None:
+    with pytest.raises(ValueError) as foreign:
+        Gemma2ForCausalLM(Gemma2Config(**WORDS, **SIZES, head_dim=16))(None)
+    assert family_failure(foreign.value) == "Gemma2Model.forward of transformers ends in ValueError"
+    with pytest.raises(ValueError) as own:
+        tiny_bundle("bert", images=False)
+    assert family_failure(own.value) is None
+    full = torch.OutOfMemoryError("CUDA out of memory").with_traceback(foreign.value.__traceback__)
+    assert family_failure(full) is None
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from support.models.family_models import tiny
+from support.models.tiny_families import tiny_bundle
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -86,6 +87,14 @@ def test_frequencies_that_depend_on_the_length_of_a_call_are_refused():
     assert check(longer) < 1e-4
     with pytest.raises(ValueError, match=r"log-probs of the rollout engine differ"):
         check(longer, max_tokens=1000)
+
+
+def test_layers_that_compress_the_padding_of_a_long_row_are_refused():
+    """DeepSeek-V4 compresses 128 tokens at a time, padding included; shorter rows are exact."""
+    bundle = tiny_bundle("deepseek_v4", images=False)
+    assert check(bundle, max_tokens=120) < 1e-4
+    with pytest.raises(ValueError, match=r"rollout engine differ by .*deepseek_v4"):
+        check(bundle)
 
 
 def test_what_depends_on_the_mode_is_refused():

@@ -39,12 +39,15 @@ MARKS = {
     "audio_eos_token": "</aud>", "img_line_break_token": "<line>", "slice_start_token": "<slice>",
     "slice_end_token": "</slice>", "image_id_start_token": "<id>", "image_id_end_token": "</id>",
     "image_boundary_token": "<fake>", "start_image_token": "<img>", "end_image_token": "</img>",
-    "context_image_token": "<image>",
+    "context_image_token": "<image>", "image_break_token": "<line>",
 }  # fmt: skip
 CONTROL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", *MARKS.values(), "<IMG_START>", "<IMG_END>", "<IMG_ATOM>",
     "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>",
-    "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL", "<imgpad>",
+    "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL", "<imgpad>", "]<]image[>[", "]<]video[>[", "]<]start of image[>[",
+    "]<]end of image[>[", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>", "<im_patch>", "<im_start>",
+    "<im_end>", "<patch_newline>", "<global-img>", "<fake_token_around_image>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
 )  # fmt: skip
 
 WIDTH, HEADS = 32, 4
@@ -75,7 +78,20 @@ EYES: dict[str, Any] = {
     "patch_size": 8, "out_hidden_size": WIDTH, "output_dim": WIDTH, "vision_use_head": False, "num_global_layers": 1,
     "projection_dim": WIDTH,
 }  # fmt: skip
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+MROPE = ROPE | {"mrope_section": [2, 1, 1]}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+PATCHES = {"patch_size": 14}
+QWEN_EYES = {"patch_size": 16, "num_position_embeddings": 64}
+PIXTRAL = {"spatial_merge_size": 2, "vision_config": {"patch_size": 8, "image_size": 64, "hidden_size": 16,
+           "num_attention_heads": 2, "head_dim": 8}}  # fmt: skip
+MINICPM = {
+    "text_config": LINEAR | {"model_type": "qwen3_5_text", "num_attention_heads": 4, "head_dim": 16},
+    "vision_config": PATCHES | {"image_size": 112, "insert_layer_id": 0}, "insert_layer_id": 0,
+}  # fmt: skip
+INKLING = {"swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 7,
+           "d_rel": 4, "layer_types": ["hybrid_sliding", "hybrid"]}  # fmt: skip
+TILES = [[32, 64], [64, 32]]
 
 
 def fields_of(kind: type[PretrainedConfig]) -> set[str]:
@@ -128,26 +144,29 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def tokenizer(slot: str = "<image>") -> PreTrainedTokenizerFast:
+def tokenizer(slot: str = "<image>", **marks: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer of some hundred tokens with the control tokens of all families.
 
     Args:
         slot: What the template writes for an image.
+        marks: Control tokens in place of those of `MARKS`.
     """
     made = TOKENIZERS["smollm2"](
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens=MARKS,
+        extra_special_tokens=MARKS | marks,
         chat_template=INTERNVL.replace("<IMG_CONTEXT>", slot),
     )
     made.add_tokens([AddedToken(token, special=True) for token in dict.fromkeys(CONTROL)])
     return made
 
 
-def token_ids(words: PreTrainedTokenizerFast, names: set[str]) -> dict[str, int]:
+def token_ids(
+    words: PreTrainedTokenizerFast, names: set[str], marks: dict[str, str]
+) -> dict[str, int]:
     """Return the ids of control tokens by the names of a config's keys."""
-    ids = {f"{name}_id": words.convert_tokens_to_ids(token) for name, token in MARKS.items()}
+    ids = {f"{name}_id": words.convert_tokens_to_ids(token) for name, token in marks.items()}
     ids |= {key.replace("_id", "_index"): value for key, value in ids.items()}
     ids |= {
         "vision_start_token_id": ids["vision_bos_token_id"],
@@ -164,21 +183,63 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "mistral4": {"first_k_dense_replace": 0, "num_key_value_heads": HEADS},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
-    "qwen3_5_moe": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
-    "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen4_exp": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
-    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": LINEAR | {"num_attention_heads": 4},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR,
+    "qwen3_5": {"text_config": LINEAR},
+    "qwen3_5_moe": {"text_config": LINEAR},
+    "qwen4_exp_text": LINEAR,
+    "qwen4_exp": {"text_config": LINEAR},
+    "kimi_linear": LINEAR,
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     **{
-        name: {"text_config": {"rope_parameters": MROPE}}
-        for name in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl")
+        name: {"text_config": {"rope_parameters": MROPE}, "vision_config": PATCHES}
+        for name in ("qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl")
     },
-    "glm4v_moe": {"text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}},
+    "qwen2_vl": {"text_config": {"rope_parameters": MROPE}, "vision_config": PATCHES | {"hidden_size": WIDTH}},
+    "qwen3_vl_moe": {"text_config": {"rope_parameters": MROPE},
+                     "vision_config": QWEN_EYES | {"deepstack_visual_indexes": [0, 1]}},
+    "glm4v_moe": {"text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}, "vision_config": PATCHES},
+    **{
+        name: {"vision_config": PATCHES | {"fullatt_block_indexes": [1], "window_size": 56}}
+        for name in ("exaone4_5", "hyperclovax_vision_v2")
+    },
+    "lfm3_vl": {"vision_config": PATCHES},
+    "minimax_m3_vl": {"vision_config": PATCHES},
+    "cohere_compass": {
+        "text_config": {"layer_types": ["full_attention"] * 2, "rope_parameters": {"full_attention": MROPE}},
+        "vision_config": QWEN_EYES | PATCHES | {"deepstack_visual_indexes": [0, 1]},
+    },
+    "cosmos3_edge": {"text_config": {"rope_parameters": MROPE}, "vision_config": {"patch_size": 16},
+                     "projector_hidden_size": 64},
+    "kimi_k25": {"projection_hidden_size": 16,
+                 "vision_config": PATCHES | {"pos_emb_height": 8, "pos_emb_width": 8}},
+    "muse_glimmer": {
+        "text_config": {"layer_types": ["sliding_attention", "full_attention"], "layer_rope_theta": [1e4, 0]},
+        "vision_config": PATCHES | {"layer_types": ["window_attention", "full_attention"], "pos_emb_height": 8,
+                                    "pos_emb_width": 8},
+        "out_hidden_size": 64, "projector_hidden_size": 24,
+    },
+    "step3p7": {
+        "text_config": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7,
+                        "mlp_layer_types": ["dense", "sparse"], "num_sliding_attention_heads": HEADS,
+                        "share_expert_dim": 16,
+                        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE)},
+        "vision_config": {"image_size": 64, "max_position_embeddings": 64},
+    },
+    "inkling_mm_model": {
+        "text_config": INKLING | {"mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": {"text_hidden_size": WIDTH, "patch_size": 40}, "audio_config": {"text_hidden_size": WIDTH},
+    },
+    "mistral3": PIXTRAL, "mistral_large4": PIXTRAL, "lighton_ocr": PIXTRAL,
+    "llava_next_video": {"vision_config": {"image_size": 16}, "vision_feature_layer": -1,
+                         "image_grid_pinpoints": [[16, 32], [32, 16]]},
+    "vipllava": {"vision_feature_layer": [-1, -2]},
+    "aria": {"vision_config": {"image_size": 490, "patch_size": 98}, "projector_patch_to_query_dict": {25: 4}},
+    "idefics3": {"scale_factor": 2},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"image_size": 64, "window_size": 4, "global_attn_indexes": [1],
+                           "output_channels": 16, "mlp_dim": 24}},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "hidden_size": 32, "expand": 2, "chunk_size": 8},
@@ -220,10 +281,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
                          "output_dim": WIDTH, "num_mel_bins": 8, "downsample_hidden_size": 8},
     },
     "granite_docling": {"vision_config": {"scale_factor": 2}},
-    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2",
-                        "image_grid_pinpoints": [[16, 32], [32, 16]], "vision_config": {"image_size": 16},
-                        "qformer_config": {"num_attention_heads": 2, "intermediate_size": 16, "hidden_size": 16,
-                            "encoder_hidden_size": 16}},
+    "granite4_vision": {
+        "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2",
+        "image_grid_pinpoints": TILES, "vision_feature_select_strategy": "full",
+        # a head of the projector has 64 dimensions
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 64},
+        "qformer_config": {"intermediate_size": 16},
+    },
     "perception_lm": {
         "text_config": {"model_type": "llama"}, "projector_pooling_ratio": 2, "vision_use_cls_token": True,
         "vision_config": {"architecture": "vit_pe_core_large_patch14_336", "model_args": {
@@ -237,10 +301,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
                  "perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
                                       "resampler_head_dim": 8, "num_key_value_heads": 1, "hidden_size": WIDTH}},
     "video_llama_3": {"text_config": {"model_type": "qwen2"}, "vision_config": {"patch_size": 14}},
-    "minicpmv4_6": {"text_config": {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"],
-                    "num_attention_heads": 4, "head_dim": 16}, "vision_config": {"patch_size": 14, "image_size": 112,
-                        "insert_layer_id": 0},
-                    "insert_layer_id": 0, "image_size": 112},
+    "minicpmv4_6": MINICPM | {"image_size": 112}, "minicpmv4_7": MINICPM | {"image_size": 112}, "minicpm_ocr": MINICPM,
     "hunyuan_vl": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                        "mrope_section": [1, 1, 1, 1]}}},
     "got_ocr2": {"text_config": {"model_type": "qwen2"}, "vision_config": {"image_size": 64, "mlp_dim": 24,
@@ -251,11 +312,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # what the template writes for an image, where it is more than the image token
 SLOTS = {"qwen2_5_omni_thinker": "<img><image></img>", "qwen3_omni_moe_thinker": "<img><image></img>",
-         "llama4": "<|image|>"}  # fmt: skip
+         "llama4": "<|image|>", "got_ocr2": "<imgpad>", "minimax_m3_vl": "]<]image[>[", "muse_glimmer": "<|patch|>",
+         "step3p7": "<im_patch>", "cohere_compass": "<|IMAGE_PAD|>"}  # fmt: skip
 # the token of a feature, where it is not that of the slot
-FEATURES = {"aya_vision": "<|IMG_PATCH|>", "ovis2": "<IMG_ATOM>"}
+FEATURES = {"aya_vision": "<|IMG_PATCH|>", "ovis2": "<IMG_ATOM>", "minimax_m3_vl": "]<]image[>[",
+            "muse_glimmer": "<|patch|>", "step3p7": "<im_patch>"}  # fmt: skip
 # keyword arguments of processors that let a prompt grow by an image
-IMAGE_SETTINGS: dict[str, dict[str, Any]] = {"minicpmv4_6": {"use_image_id": False}}
+IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
+    **{key: {"use_image_id": False} for key in ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")},
+    "aria": {"max_image_size": 490},
+}
+# control tokens that a processor names itself
+NAMED = {"cohere_compass": {"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"}}
 # keys that the hub's files have and the config's class does not
 EXTRA = {
     "qwen2_5_omni_thinker": {"vision_start_token_id"},
@@ -308,7 +376,95 @@ def built(
 
 SQUARE = {"size": {"height": 32, "width": 32}}
 PIXELS = {"size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}
+CROPS = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+LLAVA = {
+    "patch_size": 8,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+}
+PIXTRAL_IMAGES = {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 64}}
+PIXTRAL_TOKENS = {"patch_size": 8, "spatial_merge_size": 2, "image_token": "<image>", "image_break_token": "<line>",
+                  "image_end_token": "</img>"}  # fmt: skip
+
+
+def of_qwen(
+    name: str,
+    images: str = "Qwen2VLImageProcessor",
+    video: str = "Qwen2VLVideoProcessor",
+    **changes: Any,
+) -> Builder:
+    """Return the builder of a processor as Qwen2-VL's, with these settings of its image processor."""
+    return built(name, images, PIXELS | changes, video=video)
+
+
 PROCESSORS: dict[str, Builder] = {
+    "qwen2_vl": of_qwen("Qwen2VLProcessor"),
+    "qwen3_vl_moe": of_qwen("Qwen3VLProcessor", video="Qwen3VLVideoProcessor", patch_size=16),
+    "exaone4_5": of_qwen("Exaone4_5_Processor"),
+    "hyperclovax_vision_v2": of_qwen("HyperCLOVAXVisionV2Processor"),
+    "lfm3_vl": of_qwen("Lfm3VlProcessor"),
+    "glm4v": of_qwen("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
+    "glm4v_moe": of_qwen("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
+    "glm46v": of_qwen("Glm46VProcessor", "Glm46VImageProcessor", "Glm46VVideoProcessor"),
+    "glmga": of_qwen("Glm46VProcessor", "GlmgaImageProcessor", "Glm46VVideoProcessor"),
+    "glm_ocr": of_qwen("Glm46VProcessor", "Glm46VImageProcessor", "Glm46VVideoProcessor"),
+    "cohere_compass": of_qwen("CohereCompassProcessor", "CohereCompassImageProcessor", "CohereCompassVideoProcessor"),
+    "cosmos3_edge": of_qwen("Cosmos3EdgeProcessor", "Cosmos3EdgeImageProcessor", "Cosmos3EdgeVideoProcessor"),
+    "minimax_m3_vl": of_qwen("MiniMaxM3VLProcessor", "MiniMaxM3VLImageProcessor", "MiniMaxM3VLVideoProcessor"),
+    "kimi_k25": built(
+        "Kimi_K25Processor", "Kimi_K25ImageProcessor", {"max_patches": 36}, video="Kimi_K25VideoProcessor"
+    ),
+    "muse_glimmer": built(
+        "MuseGlimmerProcessor", "MuseGlimmerImageProcessor", {"max_image_tokens": 16}, video="MuseGlimmerVideoProcessor"
+    ),
+    "paddleocr_vl": built("PaddleOCRVLProcessor", "PaddleOCRVLImageProcessor", PIXELS),
+    "mistral3": built("PixtralProcessor", "PixtralImageProcessor", PIXTRAL_IMAGES, **PIXTRAL_TOKENS),
+    "mistral_large4": built("PixtralProcessor", "PixtralImageProcessor", PIXTRAL_IMAGES, **PIXTRAL_TOKENS),
+    "lighton_ocr": built(
+        "LightOnOcrProcessor", "PixtralImageProcessor", PIXTRAL_IMAGES, patch_size=8, spatial_merge_size=2
+    ),
+    "llava": built("LlavaProcessor", "LlavaImageProcessor", CROPS, **LLAVA),
+    "vipllava": built("LlavaProcessor", "CLIPImageProcessor", CROPS, **LLAVA),
+    "llava_next_video": built(
+        "LlavaNextVideoProcessor", "LlavaNextImageProcessor",
+        {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16},
+         "image_grid_pinpoints": [[16, 32], [32, 16]]},
+        video="LlavaNextVideoVideoProcessor", **LLAVA,
+    ),
+    "video_llava": built(
+        "VideoLlavaProcessor", "VideoLlavaImageProcessor", CROPS, video="VideoLlavaVideoProcessor", patch_size=8
+    ),
+    "aria": built(
+        "AriaProcessor", "AriaImageProcessor", {"max_image_size": 490, "min_image_size": 32}, size_conversion={490: 4}
+    ),
+    "idefics3": built(
+        "Idefics3Processor", "Idefics3ImageProcessor",
+        {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}, image_seq_len=4,
+    ),
+    "deepseek_vl_hybrid": built(
+        "DeepseekVLHybridProcessor", "DeepseekVLHybridImageProcessor",
+        SQUARE | {"high_res_size": {"height": 64, "width": 64}}, num_image_tokens=16,
+    ),
+    "qianfan_ocr": built("QianfanOCRProcessor", "GotOcr2ImageProcessor", SQUARE, image_seq_length=4),
+    "mllama": built("MllamaProcessor", "MllamaImageProcessor", SQUARE),
+    "paligemma": built("PaliGemmaProcessor", "SiglipImageProcessor", SQUARE),
+    "shieldgemma2": built("ShieldGemma2Processor", "Gemma3ImageProcessor", SQUARE, image_seq_length=4),
+    "minicpm_ocr": built(
+        "MiniCPMOcrProcessor", "MiniCPMOcrImageProcessor", {"scale_resolution": 112, "max_slice_nums": 1},
+        video="MiniCPMV4_6VideoProcessor",
+    ),
+    "minicpmv4_7": built(
+        "MiniCPMV4_7Processor", "MiniCPMV4_6ImageProcessor", {"scale_resolution": 112, "max_slice_nums": 1},
+        video="MiniCPMV4_6VideoProcessor",
+    ),
+    "step3p7": built(
+        "Step3p7Processor", "Step3p7ImageProcessor",
+        {"size": {"height": 64, "width": 64}, "patch_size": 64, "vision_patch_size": 8, "max_image_size": 64},
+    ),
+    "inkling_mm_model": built(
+        "InklingProcessor", "InklingImageProcessor", {}, audio=True, image_token="<image>", audio_token="<audio>",
+        image_bos_token="<img>", audio_bos_token="<aud>",
+    ),
     "ernie4_5_vl_moe": built(
         "Ernie4_5_VLMoeProcessor", "Ernie4_5_VLMoeImageProcessor",
         PIXELS, video="Ernie4_5_VLMoeVideoProcessor",
@@ -353,7 +509,10 @@ PROCESSORS: dict[str, Builder] = {
             video="MiniCPMV4_6VideoProcessor",
     ),
     "got_ocr2": built("GotOcr2Processor", "GotOcr2ImageProcessor", {"size": {"height": 64, "width": 64}}),
-    "granite4_vision": built("Granite4VisionProcessor", "LlavaNextImageProcessor", {}),
+    "granite4_vision": built(
+        "Granite4VisionProcessor", "LlavaNextImageProcessor", CROPS | {"image_grid_pinpoints": TILES},
+        patch_size=8, vision_feature_select_strategy="full", downsample_rate="1/2",
+    ),
     "llama4": built("Llama4Processor", "Llama4ImageProcessor", SQUARE, patch_size=8),
     "granite_docling": built("GraniteDoclingProcessor", "GraniteDoclingImageProcessor", SQUARE, image_seq_len=4),
 }  # fmt: skip
@@ -370,9 +529,10 @@ def tiny_bundle(name: str, *, images: bool, checked: bool = True) -> ModelBundle
     Raises:
         ValueError: It can't be run.
     """
-    words, kind = tokenizer(SLOTS.get(name, "<image>")), CONFIG_MAPPING[KINDS.get(name, name)]
+    words = tokenizer(SLOTS.get(name, "<image>"), **NAMED.get(name, {}))
+    kind = CONFIG_MAPPING[KINDS.get(name, name)]
     names = fields_of(kind) | EXTRA.get(name, set())
-    ids = token_ids(words, names)
+    ids = token_ids(words, names, MARKS | NAMED.get(name, {}))
     if name in FEATURES:
         feature = words.convert_tokens_to_ids(FEATURES[name])
         ids |= {key: feature for key in ids if key.startswith("image_token_")}
