@@ -278,6 +278,11 @@ def _check_family(bundle: ModelBundle, *, shows_images: bool) -> None:
             f"model.build.path={bundle.source}: transformers' {facts.family} takes no positions, so those of a short "
             "conversation would count the padding beside a long one; choose another family"
         )
+    if by_call := facts.layers_by_call:
+        raise ValueError(
+            f"model.build.path={bundle.source}: in {facts.family} layers ({', '.join(sorted(by_call))}) read a prompt "
+            "otherwise than a response, so log-probs of a token depend on what was sampled; choose another family"
+        )
     if facts.attends_both_ways:
         raise ValueError(
             f"model.build.path={bundle.source}: in {facts.family} the tokens of a prompt, or of its images and what "

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # layers with keys and values of every token
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
+# layers with a window of later calls only
+_BY_CALL = frozenset({"reference_sliding_attention"})
 # sizes of images in patches, as families call them: Qwen's and their relatives, and MiniCPM-V
 _GRIDS = frozenset({"image_grid_thw", "target_sizes"})
 # files of transformers' families, and those of this package
@@ -90,6 +92,11 @@ class ModelFacts:
         return bool((self.layer_types or frozenset()) - _ATTENTION)
 
     @property
+    def layers_by_call(self) -> frozenset[str]:
+        """Types of layers in which a token reads those of the first call otherwise than later ones (Unlimited OCR)."""
+        return (self.layer_types or frozenset()) & _BY_CALL
+
+    @property
     def token_begins_image(self) -> bool:
         """Whether an image is found by the token before it, which stays with the image: Qwen2.5-Omni's positions."""
         return self.position_axes > 1
@@ -111,7 +118,7 @@ class ModelFacts:
         from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
         return self.layer_types is None or any(
-            issubclass(DYNAMIC_LAYER_TYPE_MAPPING[kind], CacheLayerMixin)
+            issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), CacheLayerMixin)
             for kind in self.layer_types
         )
 

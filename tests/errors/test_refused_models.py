@@ -98,6 +98,10 @@ def test_what_ends_a_family_is_named_without_the_error_of_its_code(fit, tmp_path
     [
         ("bart", "takes no positions, so those of a short conversation would count the padding"),
         ("rwkv", "takes no keys, values or states of earlier turns"),
+        (
+            "unlimited_ocr",
+            "layers (reference_sliding_attention) read a prompt otherwise than a response",
+        ),
         ("t5gemma2", "in t5gemma2 an encoder reads the prompt"),
         ("bert", "from more than token ids, or not by one layer from the states of its decoder"),
     ],
