@@ -375,6 +375,8 @@ class Trajectory:
         environment: Name of the environment in a mixture; None where there is one environment.
         seat: The seat whose turns these are.
         seats: Number of seats of the game; 1 in an environment without several.
+        opponent: Name of the earlier policy in the other seats, see `Opponents`; None where they are the present
+            policy's, or there are none.
     """
 
     group: int
@@ -398,11 +400,12 @@ class Trajectory:
     environment: str | None = None
     seat: int = 0
     seats: int = 1
+    opponent: str | None = None
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # as in `Turn`
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
-        added |= {"seat": 0, "seats": 1}
+        added |= {"seat": 0, "seats": 1, "opponent": None}
         added |= dict.fromkeys(("final_roles", "final_state_key", "final_potential", "environment"))
         for name, value in (added | state[1]).items():
             setattr(self, name, value)

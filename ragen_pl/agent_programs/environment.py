@@ -331,8 +331,8 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
             if self.crash_reward is None:
                 # what the policy says may be why it goes on asking
                 advice = "; env.kwargs.crash_reward=-1 trains on such episodes"
-                text = f"the program failed: {self._ending()}"
-                raise RuntimeError(text if self._ended_for is None else text + advice)
+                failure = f"the program failed: {self._ending()}"
+                raise RuntimeError(failure if self._ended_for is None else failure + advice)
             return ProgramResult(parts={"crash": self.crash_reward})
         if self.verifier is None:
             text = self._program.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -49,6 +50,7 @@ from ragen_pl.tracking.loggers import KeepsRecord, RecordLogger
 if TYPE_CHECKING:
     from ragen_pl.checkpoints.folder import Run
     from ragen_pl.data.mixture import Mixture
+    from ragen_pl.data.opponents import Opponents
     from ragen_pl.models.bundle import ModelBundle
     from ragen_pl.rollout.endpoint import ChatEndpoint
 
@@ -383,7 +385,24 @@ def build_datamodule(components: RunComponents) -> RolloutDataModule:
         observations=cfg.algorithm.masks.get("observations", False),
         text=_predicts_text(cfg),
         mixture=_mixture(cfg),
+        opponents=_opponents(cfg, components.policy),
     )
+
+
+def _opponents(cfg: DictConfig, policy: PolicyModule) -> Opponents | None:
+    """Return the opponents of a run's games, those of files with their weights.
+
+    Raises:
+        ConfigError: A file holds another model's weights.
+    """
+    opponents: Opponents | None = instantiate(cfg.get("opponents"), _convert_="all")
+    for file in [] if opponents is None else opponents.files:
+        # it builds models with this module
+        from ragen_pl.assembly.weights import trained_weights
+
+        assert opponents is not None
+        opponents.add_file(trained_weights(policy, Path(file), source=f"opponents.files={file}"))
+    return opponents
 
 
 def _mixture(cfg: DictConfig) -> Mixture | None:

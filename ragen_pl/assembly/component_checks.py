@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from hydra.utils import get_class, instantiate
@@ -33,8 +33,12 @@ from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.settings import RecordSettings, WarmStartSettings
 from ragen_pl.engines.protocol import check_asynchronous, kept_ids_problem
+from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.rollout.proxy import truncation_of
+
+if TYPE_CHECKING:
+    from ragen_pl.data.opponents import Opponents
 
 
 def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[Any, Any]]) -> None:
@@ -87,6 +91,18 @@ def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[A
             truncation = truncation_of(episode_settings(cfg.rollout))
             if truncation is not None and not engine.records_kept_ids:
                 raise ValueError(kept_ids_problem(engine.__name__, truncation))
+        opponents: Opponents | None = instantiate(cfg.get("opponents"), _convert_="all")
+        if opponents is not None:
+            left_out = OmegaConf.select(cfg, "context.leave_out") or {}
+            others = {
+                "env=mixture": len(environments) > 1,
+                "rollout.iterations_ahead": cfg.rollout.iterations_ahead,
+                "context.leave_out": any(left_out.values()),
+                "algorithm.filter.resample": OmegaConf.select(cfg, "algorithm.filter.resample"),
+                "an engine that has a model of its own": engine is not None and not engine.in_place,
+            }
+            (environment,) = [*environments.values()][:1]
+            opponents.check(seats=EnvironmentMembers(environment).seats, others=others)
         for name, alone in environment_configs(cfg).items():
             instantiate(alone.get("curriculum"), _convert_="all")
             rewards = build_named(alone.algorithm.get("rewards"))

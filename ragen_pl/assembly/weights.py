@@ -171,6 +171,22 @@ def _load(
         hint: Remedy, for error messages.
         prefix: Put before a tensor's name in error messages.
     """
+    module.load_state_dict(
+        _complete(module, weights, saved, name=name, source=source, hint=hint, prefix=prefix)
+    )
+
+
+def _complete(
+    module: torch.nn.Module,
+    weights: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+    *,
+    name: str,
+    source: str,
+    hint: str,
+    prefix: str = "",
+) -> dict[str, Tensor]:
+    """Return a checkpoint's weights, checked, with the module's frozen ones. The arguments are those of `_load`."""
     complete = with_frozen(module, weights)
     check_shapes(complete, module, source=source, hint=hint, prefix=prefix)
     parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
@@ -178,7 +194,35 @@ def _load(
     fingerprints = {key: value for key, value in saved.get(FINGERPRINTS, {}).items() if key == name}
     if fingerprints:
         check_frozen(fingerprints, {name: fingerprint(_model(module))}, source=source)
-    module.load_state_dict(complete)
+    return complete
+
+
+def trained_weights(policy: PolicyModule, file: Path, *, source: str) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint that a policy trains, by name.
+
+    Args:
+        policy: Policy of the same model.
+        file: A `warm_start.pt` or a run's checkpoint.
+        source: The setting that named the file, for error messages.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds another model's weights, also among those not trained.
+    """
+    hint = "give a checkpoint of a run with the same model"
+    saved = read_checkpoint(file, source=source, hint=hint)
+    weights = with_prefix(module_state(saved), "policy.")
+    complete = _complete(policy, weights, saved, name="policy", source=source, hint=hint)
+    trained: dict[str, Tensor] = {}
+    for name, weight in policy.named_parameters():
+        value = complete[name]
+        if weight.requires_grad:
+            trained[name] = value.to("cpu", copy=True)
+        elif not torch.equal(value.to(weight.device, weight.dtype), weight):
+            raise ConfigError(
+                f"{source}: holds another {name}, which this run does not train; {hint}, or set "
+                "update.freeze_vision=false"
+            )
+    return trained
 
 
 def _model(module: torch.nn.Module) -> torch.nn.Module:

@@ -334,6 +334,7 @@ class _Settings(TypedDict, total=False):
         ckpt_path: Checkpoint to continue: `last` for the newest run of the environment, `auto` for that or a new run,
             or a path; null for a new run.
         curriculum: Harder initial states later on; null for none.
+        opponents: Earlier policies in other seats of games; null for the present policy in all.
         logger: Logger of the metrics; null for none.
         callbacks: Callbacks by name; null disables one.
     """
@@ -356,6 +357,7 @@ class _Settings(TypedDict, total=False):
     critic: Annotated[Critic, Arguments("ragen_pl.modules.settings.CriticSettings")]
     memory: Annotated[dict[str, Any], Arguments("ragen_pl.run.settings.MemorySettings")]
     curriculum: Component | None
+    opponents: Component | None
     algorithm: Algorithm
     model: Annotated[Model, Arguments("ragen_pl.models.settings.ModelRules")]
     validation: Annotated[Validation, Arguments("ragen_pl.run.settings.ValidationSettings")]

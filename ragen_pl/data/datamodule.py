@@ -41,11 +41,12 @@ from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rewards.shaping import RewardFunction, check_terms
 from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import AgentProxy, Progress
-from ragen_pl.rollout.responders import EngineResponder
+from ragen_pl.rollout.responders import EngineResponder, Responder
 from ragen_pl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from ragen_pl.data.mixture import Mixture
+    from ragen_pl.data.opponents import Opponents
     from ragen_pl.environments.mixture import EnvironmentMixture
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class RolloutDataModule(MinibatchDataModule):
         text: Label the environment's text that follows responses, which the loss predicts (ECHO).
         mixture: Environments of a run with several, in place of `curriculum` and `rewards`; None for one environment.
             The proxy plays in an `EnvironmentMixture`, and each validation set is that of one of them.
+        opponents: Earlier policies that play other seats of games; None for the present policy in all seats. The module
+            has to follow `PlaysOpponents`.
     """
 
     @checked
@@ -87,6 +90,7 @@ class RolloutDataModule(MinibatchDataModule):
         observations: bool = False,
         text: bool = False,
         mixture: Mixture | None = None,
+        opponents: Opponents | None = None,
     ) -> None:
         super().__init__(update or UpdateSettings())
         self.settings = iteration or IterationSettings()
@@ -96,13 +100,22 @@ class RolloutDataModule(MinibatchDataModule):
                 f"iterations_ahead={ahead}: leave_out scores prompts with the weights that are trained; "
                 "set iterations_ahead=0, or a context without leave_out"
             )
+        self.group_filter = group_filter or GroupFilter()
+        if opponents is not None:
+            others = {
+                "rollout.iterations_ahead": ahead,
+                "context.leave_out": proxy.context.leave_out,
+                "algorithm.filter.resample": self.group_filter.resample,
+                "env=mixture": mixture is not None,
+            }
+            opponents.check(seats=None, others=others)
+        self.opponents = opponents
         self.proxy, self.validation_sets = proxy, list(validation_sets)
         self.seed = seed
         self.held_out = held_out
         self.mixture = mixture
         self.curriculum = curriculum if mixture is None else mixture
         self.rewards = list(rewards)
-        self.group_filter = group_filter or GroupFilter()
         self.observations, self.text = observations, text
         self.buffer: TrajectoryBatch | None = None
         self.metrics: dict[str, float] = {}
@@ -212,6 +225,8 @@ class RolloutDataModule(MinibatchDataModule):
             self.curriculum.observe_played(
                 trajectories, groups=self.settings.groups, iteration=iteration, seed=self.seed
             )
+        if self.opponents is not None:
+            self.metrics |= self.opponents.metrics()
         batch = self._collated(selection, iteration)
         if self._ahead.max_staleness:
             staleness = 0 if played is None else played.staleness
@@ -240,13 +255,17 @@ class RolloutDataModule(MinibatchDataModule):
             ahead: The first one, if it has been played ahead.
             progress: See `AgentProxy.rollout`.
         """
-        responder: EngineResponder | None = None
+        responder: Responder | None = None
+        opponents = self.opponents
         for attempt in range(1 + self.group_filter.resample):
             if ahead is not None and attempt == 0:
                 yield ahead
                 continue
             if responder is None:
                 responder = self._responder(module.rollout_engine(), module.global_step)
+                if opponents is not None:
+                    other = self._opponents_responder(opponents, module, iteration)
+                    responder = opponents.responder(responder, other)
             play = partial(
                 self.proxy.rollout,
                 responder,
@@ -255,13 +274,36 @@ class RolloutDataModule(MinibatchDataModule):
                 progress=progress,
             )
             # a rank whose rollout fails, or is stopped, does not leave the others waiting
-            trajectories = all_ranks_do(play)
-            usable = self._usable(trajectories)
+            played = all_ranks_do(play)
+            own = played if opponents is None else opponents.own(played)
+            usable = self._usable(own)
             if not self._is_enough(usable, iteration):
-                trajectories = all_ranks_do(play)
-                usable = self._usable(trajectories)
-            self._reward(trajectories)
-            yield trajectories, usable
+                played = all_ranks_do(play)
+                own = played if opponents is None else opponents.own(played)
+                usable = self._usable(own)
+            if opponents is not None:
+                opponents.note(played)
+            self._reward(own)
+            yield own, usable
+
+    def _opponents_responder(
+        self, opponents: Opponents, module: RolloutModule, iteration: int
+    ) -> EngineResponder:
+        """Return the responder of an iteration's opponent. All ranks must call it."""
+        # of games against them only
+        from ragen_pl.data.opponents import PlaysOpponents
+
+        if not isinstance(module, PlaysOpponents):
+            raise TypeError(
+                f"opponents: {type(module).__name__} has no opponent_engine; give it one "
+                "(ragen_pl.data.opponents.PlaysOpponents), or set opponents=null"
+            )
+        weights = opponents.begin(iteration, module, groups=self.settings.groups, seed=self.seed)
+        return EngineResponder(
+            engine=module.opponent_engine(weights),
+            context=self.proxy.context,
+            version=module.global_step,
+        )
 
     def _prepare_and_begin_next(
         self, module: RolloutModule, batch: TrajectoryBatch, iteration: int, *, stale: bool
@@ -435,6 +477,7 @@ class RolloutDataModule(MinibatchDataModule):
             "iteration": self._iteration,
             "metrics": self.metrics,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
+            "opponents": None if self.opponents is None else self.opponents.state_dict(),
             # all ranks drop theirs together
             "buffers": [None] * world_size()
             if self.buffer is None
@@ -449,6 +492,8 @@ class RolloutDataModule(MinibatchDataModule):
         self._ahead.load_state_dict(state_dict.get("ahead"))
         if self.curriculum is not None and state_dict["curriculum"] is not None:
             restore(self.curriculum, state_dict["curriculum"], key="curriculum")
+        if self.opponents is not None and state_dict.get("opponents") is not None:
+            restore(self.opponents, state_dict["opponents"], key="opponents")
         buffers = state_dict["buffers"]
         if len(buffers) != world_size() and buffers[0] is not None:
             raise RankStatesError(

@@ -81,10 +81,16 @@ def usable_episodes(
 def seats_without_turn(trajectories: Sequence[Trajectory]) -> float | None:
     """Return how many seats had no turn before their game ended, None without games. All ranks must call it.
 
+    Of games against an earlier policy, which count for their win rate, there is the policy's seat only.
+
     Args:
         trajectories: Trajectories of this rank; games are whole on a rank.
     """
-    games = {(one.game, one.member): one.seats for one in trajectories if one.seats > 1}
+    games = {
+        (one.game, one.member): one.seats if one.opponent is None else 1
+        for one in trajectories
+        if one.seats > 1
+    }
     played = sum(one.seats > 1 for one in trajectories)
     counts = torch.tensor([len(games), sum(games.values()) - played], dtype=torch.float64)
     of_all, silent = sum_over_ranks(counts).tolist()

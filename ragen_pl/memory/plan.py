@@ -9,9 +9,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
@@ -39,6 +40,9 @@ from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.forward import SHARED_BYTES
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.run.strategy_rules import is_fsdp2, shard_size
+
+if TYPE_CHECKING:
+    from ragen_pl.data.opponents import Opponents
 
 Count = TypeVar("Count")
 # of the process that asks for a GPU's memory
@@ -270,8 +274,27 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
         ranks=ranks_asked_for(cfg),
         device=device,
         checkpoint=size_of(weight for weight in agent.parameters() if weight.requires_grad)
-        + update.state,
+        + update.state
+        + _pool_bytes(cfg, agent),
     )
+
+
+def _pool_bytes(cfg: DictConfig, agent: AgentModule) -> int:
+    """Return the bytes of the weights of all opponents."""
+    opponents = _opponents(cfg)
+    if opponents is None:
+        return 0
+    snapshots = opponents.size if opponents.every else int(opponents.initial)
+    return (len(opponents.files) + snapshots) * _trained_bytes(agent.policy)
+
+
+def _opponents(cfg: DictConfig) -> Opponents | None:
+    opponents: Opponents | None = instantiate(cfg.get("opponents"), _convert_="all")
+    return opponents
+
+
+def _trained_bytes(policy: PolicyModule) -> int:
+    return size_of(weight for weight in policy.parameters() if weight.requires_grad)
 
 
 def plan_phases(
@@ -295,12 +318,14 @@ def plan_phases(
         encoder: Count of the image encoder.
     """
     sharding = Sharding.of(cfg.trainer.strategy, ranks=ranks_asked_for(cfg))
+    opponents = _opponents(cfg)
     own = _tensors([agent.policy, *([] if agent.critic is None else [agent.critic])])
     copies = _tensors([agent.reference] if isinstance(agent.reference, nn.Module) else [])
     weights = size_of(own)
     held = {
         "weights": weights // sharding.weights,
         "reference": size_of([*own, *copies]) - weights,
+        "opponent": 0 if opponents is None else _trained_bytes(agent.policy),
         "optimizer state": update.state // sharding.optimizer,
         "held images": encoder.held(workload.all_images, iterations=cfg.trainer.max_epochs),
     }
@@ -331,6 +356,9 @@ def plan_phases(
     peak["gradients"] += in_backward
     peak |= in_call
     sampled = dict(engine.rollout)
+    if opponents is not None and "keys and values" in sampled:
+        # those of the other seats in games against it
+        sampled["keys and values"] += int(opponents.fraction * sampled["keys and values"])
     sampled["activations"] = max(sampled.get("activations", 0), played_images)
     prepared = {
         "activations": max(int(per_position * scored), encoder.computed(encoded)),
@@ -348,8 +376,8 @@ def plan_phases(
         rows = rows_at_once(cfg, cfg.warm_start.batch_size, workload.length)
         share = rows / workload.rows
         shown = peak | {"activations": int(peak["activations"] * share)}
-        # there is no reference yet
-        phases.insert(0, Phase("warm start", held | {"reference": 0} | shown))
+        # there is no reference and no opponent yet
+        phases.insert(0, Phase("warm start", held | {"reference": 0, "opponent": 0} | shown))
     return tuple(phases)
 
 

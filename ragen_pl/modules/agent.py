@@ -43,6 +43,7 @@ from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.optimizers import MasterWeights, OptimizerFactory, schedule_by_iteration
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.preparation import add_scores, check_mismatch, prepare_batch, scores_needed
+from ragen_pl.modules.reference import FrozenCopy
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.settings import IterationData, OptimizationSettings
 from ragen_pl.modules.sharding import GatheredPolicy, data_mesh, is_sharded, load_engine
@@ -124,6 +125,8 @@ class AgentModule(GuardedModule):
         self._wait_for_rollout: Callable[[], None] | None = None
         # the policy for the engine, where its own weights are sharded
         self._gathered: GatheredPolicy | None = None
+        # its weights are in the DataModule's state; inside of a tuple it is no part of this module
+        self._opponent: tuple[PolicyModule, RolloutEngine] | None = None
 
     def train(self, mode: bool = True) -> AgentModule:
         """Set the mode of policy and critic; the reference stays in eval mode."""
@@ -243,10 +246,46 @@ class AgentModule(GuardedModule):
         self._wait_for_rollout = wait_for_rollout
         return engine
 
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return copies of the policy's present trained weights on the host, by name; see `PlaysOpponents`."""
+        return self.policy.trained_weights()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def opponent_engine(self, weights: Mapping[str, Tensor]) -> RolloutEngine:
+        """Return an engine of a copy of the policy with other trained weights; all ranks must call it.
+
+        Args:
+            weights: Those of `trained_weights` at an earlier time.
+
+        Raises:
+            ValueError: The weights are sharded, or the engine can't sample with a model in place.
+        """
+        if is_sharded(self.policy):
+            raise ValueError(
+                "opponents: the policy's weights are sharded; set trainer.strategy=ddp"
+            )
+        if self._opponent is None:
+            copied = FrozenCopy().build(self.policy)
+            assert isinstance(copied, PolicyModule)
+            engine = self.engine_factory(copied, forward_context=self._forward_context)
+            self._opponent = copied, engine
+            if not engine.in_place:
+                raise ValueError(
+                    f"opponents: {type(engine).__name__} has a model of its own; set rollout/engine=transformers"
+                )
+        policy, engine = self._opponent
+        for name, weight in weights.items():
+            policy.get_parameter(name).copy_(weight)
+        load_engine(engine, policy, version=self.global_step)
+        return engine
+
     def _end_rollout(self) -> None:
         """Free the memory that only a rollout needs."""
         if self._engine is not None and self._wait_for_rollout is None:
             self._engine.sleep()
+        if self._opponent is not None:
+            self._opponent[1].sleep()
         if self._gathered is not None and not self._gathered.is_empty:
             self._gathered.release()
 
@@ -255,6 +294,9 @@ class AgentModule(GuardedModule):
         if self._engine is not None:
             self._engine.close()
             self._engine = self._wait_for_rollout = None
+        if self._opponent is not None:
+            self._opponent[1].close()
+            self._opponent = None
 
     def _forward_context(self) -> Any:
         return self.trainer.precision_plugin.forward_context()

@@ -136,6 +136,14 @@ class PolicyModule(LeavesEmptySteps):
         result: T = self(None, (), microbatches=((),), readout=lambda bundle, *_: work(bundle))
         return result
 
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return copies of the weights that are trained, on the host, by name; they must not be sharded."""
+        return {
+            name: weight.detach().to("cpu", copy=True)
+            for name, weight in self.named_parameters()
+            if weight.requires_grad
+        }
+
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[…, vocab]` of hidden states `[…, hidden]`."""
         return self.bundle.lm_head(hidden)

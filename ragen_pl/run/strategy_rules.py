@@ -102,6 +102,11 @@ def _fsdp2_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
             f"algorithm.loss.kl.clip_norm={clip_norm}: its second backward pass needs whole weights, which FSDP2 "
             "shards; set algorithm.loss.kl.clip_norm=null, or trainer.strategy=ddp"
         )
+    if cfg.get("opponents"):
+        yield (
+            "opponents: a copy of the policy samples with their weights, which FSDP2 shards; set opponents=null, or "
+            "trainer.strategy=ddp"
+        )
     left_out = ("context.leave_out.patches", "context.leave_out.turns")
     if any(OmegaConf.select(cfg, key) for key in left_out):
         yield (

@@ -42,6 +42,7 @@ from ragen_pl.rollout.proxy import AgentProxy
 torch.set_num_threads(1)
 TEXT = TWO_LAYERS | {"num_hidden_layers": 1}
 FROZENLAKE = {"target": "ragen/FrozenLake-v0", "max_turns": 3, "kwargs": {"min_distance": 1}}
+KUHN = {"target": "ragen_pl.envs.kuhn_poker.KuhnPoker", "max_turns": 2, "invalid_ends": False}
 QUIET = {
     "accelerator": "cpu",
     "enable_progress_bar": False,
@@ -96,6 +97,8 @@ class Setup:
     scoring: str = "needed"
     rewards: tuple[Any, ...] = ()
     frozenlake: dict[str, Any] = field(default_factory=dict)
+    # a function that makes the opponents of games of Kuhn poker, in place of the lake
+    opponents: Any = None
     # whether every third group plays a bandit
     mixed: bool = False
     # top_p, top_k, min_p
@@ -112,12 +115,12 @@ class Setup:
     def build(self) -> tuple[AgentModule, RolloutDataModule]:
         torch.manual_seed(1)
         bundle = self.bundle()
+        opponents = None if self.opponents is None else self.opponents()
+        played = KUHN if opponents else FROZENLAKE | {"invalid_ends": False} | self.frozenlake
         context = ContextManager(bundle, window=self.window, system_prompt=None)
         proxy, validation_proxy = (
             AgentProxy(
-                environments=EnvironmentManager(
-                    **(FROZENLAKE | {"invalid_ends": False} | self.frozenlake | turns)
-                ),
+                environments=EnvironmentManager(**(played | turns)),
                 context=context,
                 max_response_tokens=16,
                 num_envs=num_envs,
@@ -180,7 +183,9 @@ class Setup:
             update=UpdateSettings(
                 epochs=2, minibatches=2, tokens_per_microbatch=self.tokens_per_microbatch
             ),
-            curriculum=None if self.mixed else curriculum,
+            curriculum=None if self.mixed or opponents else curriculum,
+            opponents=opponents,
+            held_out=opponents is None,
             mixture=mixture,
             group_filter=self.group_filter,
             rewards=self.rewards,

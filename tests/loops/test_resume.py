@@ -12,11 +12,12 @@ import pytest
 import torch
 from support.models.copy_engine import CopyEngine
 
-from ragen_pl.algorithms.advantages.group import GroupRelative
+from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.algorithms.normalization import RewardNormalizer, Running
 from ragen_pl.callbacks.record_batches import RecordBatches
 from ragen_pl.checkpoints.rank_states import RankStatesError
+from ragen_pl.data.opponents import Opponents
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.modules.reference import MovingAverage
 from ragen_pl.rewards.shaping import WeightTerms
@@ -88,6 +89,11 @@ def one_of_each_hook(files: list[Path]) -> list[Path]:
     return [of_hook[number % len(of_hook)] for number, of_hook in enumerate(of_hooks)]
 
 
+def text(points: list) -> list[str]:
+    """Return points as text, in which a NaN equals itself; metrics of a later iteration may come first."""
+    return [f"{step} {sorted(metrics.items())}" for step, metrics in points]
+
+
 def resume_everywhere(setup, folder: Path, points: tuple[str, ...], *, chosen: Choice) -> int:
     """Resume from some checkpoints of a run and compare weights and logged points.
 
@@ -104,8 +110,7 @@ def resume_everywhere(setup, folder: Path, points: tuple[str, ...], *, chosen: C
         remaining = len(logged) - max(1, before)
         # an iteration's metrics are logged after its epoch-end hooks, and by the interrupted run alone
         remaining -= "on_train_epoch_end" in file.name
-        # as text, in which a NaN equals itself
-        same = len(tail) >= remaining and repr(tail) == repr(logged[len(logged) - len(tail) :])
+        same = len(tail) >= remaining and text(tail) == text(logged[len(logged) - len(tail) :])
         if changed or not same or counts(trainer) != counts(reference):
             wrong.append((file.name, len(changed), len(tail), counts(trainer)))
     assert wrong == []
@@ -172,6 +177,18 @@ def test_resuming_with_all_kinds_of_state_is_exact(setup_of, tmp_path):
         trainer={"accumulate_grad_batches": 2},
     )
     assert resume_everywhere(setup, tmp_path, ("on_train_batch_end",), chosen=every(7)) == 4
+
+
+def test_resuming_games_against_a_pool_of_snapshots_is_exact(setup_of, tmp_path):
+    setup = setup_of(
+        opponents=lambda: Opponents(every=1, size=2, rule="squared", floor=0.5),
+        estimator=LeaveOneOut(),
+    )
+    points = ("on_rollout_progress", "on_rollout_end", "on_train_batch_end")
+    assert resume_everywhere(setup, tmp_path, points, chosen=every(5)) >= 4
+    _, logged, _ = setup.fit()
+    rates = {name for _, metrics in logged for name in metrics if "win_rate" in name}
+    assert "rollout/opponent_win_rate" in rates and len(rates) > 1
 
 
 def test_resuming_a_mixture_of_environments_is_exact(setup_of, tmp_path):

@@ -221,6 +221,7 @@ NOT_LOADED = (
     "ragen_pl.environments.hosting",
     "ragen_pl.envs.blackjack",
     "ragen_pl.data.mixture",
+    "ragen_pl.data.opponents",
     "ragen_pl.environments.mixture",
     "ragen_pl.envs.tools",
     "ragen_pl.evaluation.evaluator",
