@@ -94,7 +94,7 @@ def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[A
         opponents: Opponents | None = instantiate(cfg.get("opponents"), _convert_="all")
         if opponents is not None:
             left_out = OmegaConf.select(cfg, "context.leave_out") or {}
-            others = {
+            unsupported = {
                 "env=mixture": len(environments) > 1,
                 "rollout.iterations_ahead": cfg.rollout.iterations_ahead,
                 "context.leave_out": any(left_out.values()),
@@ -102,7 +102,7 @@ def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[A
                 "an engine that has a model of its own": engine is not None and not engine.in_place,
             }
             (environment,) = [*environments.values()][:1]
-            opponents.check(seats=EnvironmentMembers(environment).seats, others=others)
+            opponents.check(seats=EnvironmentMembers(environment).seats, others=unsupported)
         for name, alone in environment_configs(cfg).items():
             instantiate(alone.get("curriculum"), _convert_="all")
             rewards = build_named(alone.algorithm.get("rewards"))
