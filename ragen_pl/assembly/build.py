@@ -401,7 +401,9 @@ def _opponents(cfg: DictConfig, policy: PolicyModule) -> Opponents | None:
         from ragen_pl.assembly.weights import trained_weights
 
         assert opponents is not None
-        opponents.add_file(trained_weights(policy, Path(file), source=f"opponents.files={file}"))
+        opponents.add_file(
+            trained_weights(policy, Path(file).expanduser(), source=f"opponents.files={file}")
+        )
     return opponents
 
 

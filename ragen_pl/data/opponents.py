@@ -23,6 +23,11 @@ from ragen_pl.rollout.responders import Responder, Response
 from ragen_pl.rollout.turns import Episode
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
+_ONE_SEAT = (
+    "opponents: the policy has one seat in this environment; take a game of two with env.kwargs.opponent=null, or set "
+    "opponents=null"
+)
+
 OpponentRule: TypeAlias = Literal["uniform", "squared", "variance"]
 
 
@@ -125,10 +130,7 @@ class Opponents:
             ValueError: The policy has one seat, another setting is on, or one of `files` is missing.
         """
         if seats == 1:
-            raise ValueError(
-                "opponents: the policy has one seat in this environment; take a game of two with "
-                "env.kwargs.opponent=null, or set opponents=null"
-            )
+            raise ValueError(_ONE_SEAT)
         wrong = next((key for key, value in others.items() if value), None)
         if wrong is not None:
             raise ValueError(
@@ -196,8 +198,14 @@ class Opponents:
         return OpponentResponder(policy=policy, opponent=opponent, is_opponents=is_opponents)
 
     def own(self, played: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the policy's trajectories of a rollout, with the name of the opponent in the other seats."""
+        """Return the policy's trajectories of a rollout, with the name of the opponent in the other seats.
+
+        Raises:
+            RolloutError: The environment has one seat.
+        """
         assert self._present is not None
+        if any(one.seats == 1 for one in played):
+            raise RolloutError(_ONE_SEAT)
         found: list[Trajectory] = []
         for one in played:
             seat = self.seat_of(one.game, seats=one.seats)
@@ -260,7 +268,15 @@ class Opponents:
                 f"opponents.files: the checkpoint has {saved} opponents of files, and {len(self.files)} are set; set "
                 "those of the run, or start another"
             )
-        self.pool = [Opponent(**one) for one in pool]
+        # not in the checkpoint's file any more, which may be replaced
+        self.pool = [
+            Opponent(
+                name=one["name"],
+                weights={name: weight.clone() for name, weight in one["weights"].items()},
+                win_rate=one["win_rate"],
+            )
+            for one in pool
+        ]
 
 
 def _score(seat: int, trajectories: Sequence[Trajectory]) -> float:

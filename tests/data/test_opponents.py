@@ -66,10 +66,10 @@ class Written:
         return batch
 
 
-def collected(lm, opponents, *, own="Bet", other="Pass", iterations=1):
+def collected(lm, opponents, *, own="Bet", other="Pass", iterations=1, **kwargs):
     context = ContextManager(lm)
     proxy = AgentProxy(
-        environments=EnvironmentManager(target=KUHN, max_turns=2),
+        environments=EnvironmentManager(target=KUHN, max_turns=2, kwargs=kwargs),
         context=context,
         max_response_tokens=64,
     )
@@ -140,6 +140,11 @@ def test_snapshots_are_taken_at_intervals_and_the_oldest_leaves(lm):
     assert [one.name for one in opponents.pool] == names
     with pytest.raises(RolloutError, match="has 2 opponents of files, and 0 are set"):
         Opponents().load_state_dict(opponents.state_dict())
+
+
+def test_an_environment_of_one_seat_is_refused_in_the_rollout_too(lm):
+    with pytest.raises(RolloutError, match="the policy has one seat in this environment"):
+        collected(lm, Opponents(), opponent="random")
 
 
 def test_a_frozen_opponent_is_the_runs_start(lm):

@@ -209,6 +209,19 @@ def test_a_sharded_reference_keeps_its_head_whole_for_a_full_divergence(folder):
     assert reference["full"] - reference["k3"] == pytest.approx(head.nbytes * 3 / 4, rel=0.01)
 
 
+def test_an_opponent_is_planned_with_the_pool_in_checkpoints(folder):
+    overrides = ("env=kuhn_poker", *LOADED, f"model.build.path={folder}")
+    counts = Counts()
+    alone = plan_memory(on_cpu(*overrides), counts)
+    plan = plan_memory(on_cpu(*overrides, "opponents=pool", "opponents.size=5"), counts)
+    rollout, without = plan.phases[0].parts, alone.phases[0].parts
+    # all weights are trained, tables of positions aside
+    assert rollout["opponent"] == pytest.approx(without["weights"], rel=1e-3)
+    assert without["opponent"] == 0
+    assert rollout["keys and values"] == int(1.5 * without["keys and values"])
+    assert plan.checkpoint == alone.checkpoint + 5 * rollout["opponent"]
+
+
 def test_a_teacher_of_another_size_is_planned_without_its_weights(folder, tmp_path):
     teacher = build_small_lm(text=TEXT | {"hidden_size": 48, "num_hidden_layers": 4})
     teacher.save(tmp_path)
