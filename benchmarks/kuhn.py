@@ -3,10 +3,11 @@
     python -m ragen_pl.evaluate ckpt=last validation_sets=two_player greedy=false validation.episodes=4096 to=FOLDER
     python benchmarks/kuhn.py FOLDER …
 
-A response begins with a thought, so the probability of an action has no closed form. It is counted: the share of Bet
-among the policy's valid answers at each of the 12 information sets. The random player reaches all of them that the
-policy's own moves allow. The others count as 1/2, which changes nothing, for a best response can't reach them either.
-The interval is a parametric bootstrap of the counts; noise of the shares makes an estimate too high, never too low.
+A response begins with a thought, so the probability of an action has no closed form. It is counted: the shares of Pass,
+of Bet and of responses without a valid action, which give up the pot, at each of the 12 information sets. The random
+player reaches all of them that the policy's own moves allow. The others count as 1/2, which changes nothing, for no
+opponent can reach them either. The interval is a parametric bootstrap of the counts; their noise makes an estimate too
+high on average.
 """
 
 from __future__ import annotations
@@ -32,54 +33,55 @@ SETS = ("random_first", "random_second")
 _RESAMPLES, _QUANTILES = 200, (0.025, 0.975)
 
 InformationSet = tuple[int, str]
-Counts = Mapping[InformationSet, tuple[int, int]]
-"""Number of Pass and of Bet at each information set."""
+Counts = Mapping[InformationSet, tuple[int, int, int]]
+"""Numbers of Pass, of Bet and of responses without a valid action at each information set."""
 
 
-def counted_actions(records: Iterable[Mapping[str, Any]]) -> tuple[dict[Any, Any], int]:
-    """Return the actions at each information set, and the number of responses without a valid one.
+def counted_actions(records: Iterable[Mapping[str, Any]]) -> dict[InformationSet, tuple[int, ...]]:
+    """Return the numbers of actions at each information set, see `Counts`.
 
     Args:
-        records: Episodes of Kuhn poker.
+        records: Episodes of Kuhn poker with `env.invalid_ends=true`.
 
     Raises:
         ValueError: A turn shows something else than an information set.
     """
     names = {_seen(*one): one for one in information_sets()}
-    counts = {one: [0, 0] for one in information_sets()}
-    invalid = 0
+    counts = {one: [0, 0, 0] for one in information_sets()}
     for record in records:
         for turn in record["turns"]:
             seen = turn["observation"]
             if seen not in names:
                 raise ValueError(f"expected an observation of Kuhn poker, found {seen!r}")
-            if turn["valid"]:
-                counts[names[seen]][turn["actions"] == [KuhnPoker.action_names[BET]]] += 1
-            else:
-                invalid += 1
-    return {one: (passes, bets) for one, (passes, bets) in counts.items()}, invalid
+            bets = turn["actions"] == [KuhnPoker.action_names[BET]]
+            counts[names[seen]][int(bets) if turn["valid"] else 2] += 1
+    return {one: tuple(numbers) for one, numbers in counts.items()}
 
 
 def estimated_exploitability(counts: Counts) -> tuple[float, float, float]:
     """Return the exploitability of a policy with the bounds of its 95% interval."""
     rng = np.random.default_rng(0)
-    shares = {
-        one: bets / total if (total := passes + bets) else 0.5
-        for one, (passes, bets) in counts.items()
-    }
+    shares = {one: np.array(numbers) / max(1, sum(numbers)) for one, numbers in counts.items()}
     drawn = [
-        exploitability(
+        _exploitability(
             {
-                one: rng.binomial(total, shares[one]) / total
-                if (total := sum(counts[one]))
-                else 0.5
-                for one in counts
+                one: tuple(rng.multinomial(sum(numbers), shares[one])) if sum(numbers) else numbers
+                for one, numbers in counts.items()
             }
         )
         for _ in range(_RESAMPLES)
     ]
     low, high = np.quantile(drawn, _QUANTILES)
-    return exploitability(shares), float(low), float(high)
+    return _exploitability(counts), float(low), float(high)
+
+
+def _exploitability(counts: Counts) -> float:
+    strategy = {
+        one: bets / (passes + bets) if passes + bets else 0.5
+        for one, (passes, bets, _) in counts.items()
+    }
+    given_up = {one: numbers[2] / max(1, sum(numbers)) for one, numbers in counts.items()}
+    return exploitability(strategy, gives_up=given_up)
 
 
 def _seen(card: int, history: str) -> str:
@@ -105,13 +107,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="+", type=Path, help="folder of an evaluation")
     for folder in parser.parse_args().folder:
-        counts, invalid = counted_actions(_records(folder))
+        counts = counted_actions(_records(folder))
         value, low, high = estimated_exploitability(counts)
-        print(f"{folder}: exploitability {value:.3f} [{low:.3f}, {high:.3f}], invalid {invalid}")
-        for (card, history), (passes, bets) in counts.items():
-            share = f"{bets / (passes + bets):.3f}" if passes + bets else "-"
+        print(f"{folder}: exploitability {value:.3f} [{low:.3f}, {high:.3f}]")
+        for (card, history), numbers in counts.items():
             print(
-                f"  {CARDS[card]} after {history or 'nothing':8} bet {share:>5} of {passes + bets}"
+                f"  {CARDS[card]} after {history or 'nothing':8}"
+                + "".join(
+                    f" {name} {number / max(1, sum(numbers)):.3f}"
+                    for name, number in zip(("pass", "bet", "none"), numbers, strict=True)
+                )
+                + f" of {sum(numbers)}"
             )
 
 

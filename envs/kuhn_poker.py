@@ -158,7 +158,9 @@ def game_value(strategy: Strategy) -> float:
     ) / len(list(_deals()))
 
 
-def best_response_value(strategy: Strategy, *, seat: int) -> float:
+def best_response_value(
+    strategy: Strategy, *, seat: int, gives_up: Strategy | None = None
+) -> float:
     """Return the mean reward of a seat that plays best against a strategy of the other.
 
     Its four decisions by card and history are few enough to enumerate: 2^2 for each card.
@@ -173,18 +175,23 @@ def best_response_value(strategy: Strategy, *, seat: int) -> float:
             def bet(mover: int, own: int, history: str, bets: dict[str, float] = bets) -> float:
                 return bets[history] if mover == seat else strategy[own, history]
 
-            values.append(sum(_played(deal, "", bet) for deal in deals))
+            def lost(mover: int, own: int, history: str) -> float:
+                return 0.0 if mover == seat or gives_up is None else gives_up[own, history]
+
+            values.append(sum(_played(deal, "", bet, lost) for deal in deals))
         total += max(values) if seat == 0 else -min(values)
     return total / len(list(_deals()))
 
 
-def exploitability(strategy: Strategy) -> float:
+def exploitability(strategy: Strategy, *, gives_up: Strategy | None = None) -> float:
     """Return the mean over seats of what a best response gains: 0 in equilibrium, 0.458 for the uniform strategy.
 
     Half of NashConv (Lanctot et al., 2017, section 2), since the value of the game to the two seats sums to 0.
 
     Args:
         strategy: Probability of Bet at each information set.
+        gives_up: Probability of a response without a move, which gives up the pot (`forfeit`), at each; `strategy` is
+            then that among the others. None for 0.
 
     Raises:
         ValueError: An information set is missing, or a probability is outside of [0, 1].
@@ -196,12 +203,12 @@ def exploitability(strategy: Strategy) -> float:
     missing = [key for key in information_sets() if key not in strategy]
     if missing:
         raise ValueError(f"strategy: has no probability for (card, history) {missing[0]}")
-    wrong = [(key, bet) for key, bet in strategy.items() if not 0 <= bet <= 1]
+    given = [*strategy.items(), *(gives_up or {}).items()]
+    wrong = [(key, chance) for key, chance in given if not 0 <= chance <= 1]
     if wrong:
-        raise ValueError(
-            f"strategy: found {wrong[0][1]} at {wrong[0][0]}, expected a probability of Bet"
-        )
-    return sum(best_response_value(strategy, seat=seat) for seat in range(SEATS)) / SEATS
+        raise ValueError(f"strategy: found {wrong[0][1]} at {wrong[0][0]}, expected a probability")
+    values = [best_response_value(strategy, seat=seat, gives_up=gives_up) for seat in range(SEATS)]
+    return sum(values) / SEATS
 
 
 def information_sets() -> list[tuple[int, str]]:
@@ -213,12 +220,18 @@ def _deals() -> Iterator[tuple[int, int]]:
     yield from permutations(range(_DECK), SEATS)
 
 
-def _played(cards: tuple[int, int], history: str, bet: Callable[[int, int, str], float]) -> float:
-    """Return the first seat's mean reward from a history on."""
+def _played(
+    cards: tuple[int, int],
+    history: str,
+    bet: Callable[[int, int, str], float],
+    lost: Callable[[int, int, str], float] = lambda mover, card, history: 0.0,
+) -> float:
+    """Return the first seat's mean reward from a history on, by the chances to bet and to give up the pot."""
     if history in _ENDS:
         return payoff(cards, history)
     mover = len(history) % SEATS
     chance = bet(mover, cards[mover], history)
-    return (1 - chance) * _played(cards, f"{history}p", bet) + chance * _played(
-        cards, f"{history}b", bet
-    )
+    given_up = lost(mover, cards[mover], history)
+    passed, raised = (_played(cards, f"{history}{move}", bet, lost) for move in _LETTERS)
+    moved = (1 - chance) * passed + chance * raised
+    return (1 - given_up) * moved + given_up * (-1.0 if mover == 0 else 1.0)
