@@ -203,10 +203,11 @@ def exploitability(strategy: Strategy, *, gives_up: Strategy | None = None) -> f
     missing = [key for key in information_sets() if key not in strategy]
     if missing:
         raise ValueError(f"strategy: has no probability for (card, history) {missing[0]}")
-    given = [*strategy.items(), *(gives_up or {}).items()]
-    wrong = [(key, chance) for key, chance in given if not 0 <= chance <= 1]
-    if wrong:
-        raise ValueError(f"strategy: found {wrong[0][1]} at {wrong[0][0]}, expected a probability")
+    chances = {"strategy": (strategy, "Bet"), "gives_up": (gives_up or {}, "giving up")}
+    for name, (given, of) in chances.items():
+        for key, chance in given.items():
+            if not 0 <= chance <= 1:
+                raise ValueError(f"{name}: found {chance} at {key}, expected a probability of {of}")
     values = [best_response_value(strategy, seat=seat, gives_up=gives_up) for seat in range(SEATS)]
     return sum(values) / SEATS
 
