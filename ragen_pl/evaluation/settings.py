@@ -48,6 +48,8 @@ from ragen_pl.tracking.checkpoints import Checkpoint, find_checkpoint
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
 _ENGINE, _BASELINES = "rollout/engine", "validation/baselines"
+# an environment whose file has no scripted policies of its own
+_NO_POLICIES = "env=custom"
 _RESOLVED = ("ckpt", "env", "model", _ENGINE, _BASELINES)
 # Settings of a pretrained model that a checkpoint is used with.
 _LOADING = ("dtype", "attn_implementation")
@@ -176,13 +178,22 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         settings["rollout"]["engine"] = _plain(with_engine)["rollout"]["engine"]
         references |= references_in(with_engine, "rollout.engine")
     if baselines := _value(overrides, _BASELINES):
-        with_baselines = _plain(_composed([*chosen, f"{_BASELINES}={baselines}"], args=args))
-        settings["validation"]["baselines"] = with_baselines["validation"]["baselines"]
+        # without an environment's file, policies of other names are the run's own
+        known = {} if env else _baselines([_NO_POLICIES, f"{_BASELINES}=optimal"], args=args)
+        of_run = {} if env else settings["validation"]["baselines"] or {}
+        option = [*(chosen or [_NO_POLICIES]), f"{_BASELINES}={baselines}"]
+        own = {name: policy for name, policy in of_run.items() if name not in known}
+        settings["validation"]["baselines"] = _baselines(option, args=args) | own
     build = settings["model"]["build"]
     if "max_tokens" in build and (model or (ckpt and checkpoint.is_folder)):
         # other policies keep the positions of their run
         build["max_tokens"] = "${context.max_tokens}"
     return with_references(settings, references)
+
+
+def _baselines(overrides: list[str], *, args: argparse.Namespace) -> Settings:
+    """Return the scripted policies of a training configuration."""
+    return _plain(_composed(overrides, args=args))["validation"]["baselines"] or {}
 
 
 def _of_mixture(trained: Settings, env: str | None, *, ckpt: str) -> Settings:

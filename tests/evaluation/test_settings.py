@@ -171,6 +171,25 @@ def test_command_line_changes_the_settings_of_the_run(root: Path) -> None:
     assert evaluation_config(f"ckpt={RUN_ID}", f"paths.root={root}").ckpt == RUN_ID
 
 
+def test_an_option_of_scripted_policies_adds_those_of_no_other_environment(root: Path) -> None:
+    """The run's own policies stay, as the file of an environment keeps them in training."""
+    lake = root / "mine" / "2026-01-03_10-00-00"
+    plain = root / "frozenlake" / "2026-01-02_10-00-00"
+    cfg = OmegaConf.load(plain / "config.yaml")
+    cfg.validation.baselines = {}
+    (plain / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    for option, names in (
+        ("none", set()),
+        ("random", {"random", "garbage"}),
+        ("optimal", {"random", "garbage", "optimal"}),
+    ):
+        for run, own in ((lake, {"cycle"}), (plain, set())):
+            arguments = (f"ckpt={run}", f"validation/baselines={option}")
+            assert set(evaluation_config(*arguments).validation.baselines) == names | own
+    chosen = evaluation_config(f"ckpt={plain}", "env=frozenlake", "validation/baselines=none")
+    assert set(chosen.validation.baselines) == {"cycle"}
+
+
 def test_responses_are_sampled_as_in_training(root: Path) -> None:
     run = root / "frozenlake" / "2026-01-02_10-00-00"
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
