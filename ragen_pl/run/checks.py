@@ -70,8 +70,7 @@ def check_validation_batches(cfg: DictConfig) -> None:
     if int(batches * limit) < 1:
         raise ConfigError(
             f"trainer.limit_val_batches={limit}: is less than one batch, since a validation has {batches} "
-            f"(validation.episodes={episodes}, rollout.num_envs={at_once} at once); set a number of batches, such as "
-            "1, or fewer validation.episodes"
+            f"(validation.episodes={episodes}, rollout.num_envs={at_once} at once); set a number of batches, such as 1"
         )
 
 
