@@ -111,7 +111,7 @@ def _interval(row: Row, prefix: str) -> dict[str, Any] | None:
     kind = "success" if reports_success(row, prefix) else "return"
     keys = {"value": kind, "low": f"{kind}_low", "high": f"{kind}_high"}
     found = {key: row[prefix + name] for key, name in keys.items() if prefix + name in row}
-    return {"kind": kind} | found
+    return {"kind": kind} | found if "value" in found else None
 
 
 def state_of(folder: Path) -> str:
