@@ -136,6 +136,19 @@ def test_a_size_that_a_processor_does_not_take_is_named() -> None:
         images.replacement(np.zeros((2, 900, 3), np.uint8))
 
 
+def test_positions_of_the_parts_of_an_image_are_refused() -> None:
+    """MiniCPM-V 4.7 places them by the size of each, a row of sizes for each part."""
+    images = tiny_bundle("minicpmv4_7", images=True).images
+    assert images is not None
+    large = np.zeros((300, 500, 3), np.uint8)
+    images.encode_together([large])
+    images.settings = {**images.settings, "max_slice_nums": 4}
+    images._counts.clear()
+    images._replacements.clear()
+    with pytest.raises(ValueError, match=r"^model\.build\.image_processor: .*max_slice_nums=1"):
+        images.encode_together([large])
+
+
 def test_only_what_ends_in_code_of_a_family_is_called_a_fault_of_it() -> None:
     with pytest.raises(ValueError) as foreign:
         Gemma2ForCausalLM(Gemma2Config(**WORDS, **SIZES, head_dim=16))(None)
