@@ -64,6 +64,7 @@ class Played:
     failures: FailureSettings
     proxy: AgentProxy[ContextManager]
     policy: ScriptedPolicy
+    hint: None = None
 
     @classmethod
     def of(cls, parts: RunComponents) -> Played:

@@ -460,7 +460,6 @@ def test_a_models_folder_is_no_larger_than_its_weights(name, lm, tmp_path):
     ("name", "key", "value"),
     [
         ("tokenizer_config.json", "model_max_length", "long"),
-        ("tokenizer_config.json", "extra_special_tokens", ["<more>"]),
         ("generation_config.json", "eos_token_id", "end"),
         ("generation_config.json", "eos_token_id", -5),
         ("generation_config.json", "eos_token_id", [[1]]),

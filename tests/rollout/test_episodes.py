@@ -243,7 +243,8 @@ def test_faulty_environment_fails_its_own_trajectory_only(play, timeout_s):
         "RuntimeError: broken in reset",
         "RuntimeError: broken in step",
         "TypeError: test/Counter-v0 returned an observation of type int; expected a str, or a "
-        "dict with 'text' (str) and 'image' (uint8 [height, width, 3]) or 'images' (a list of these)",
+        "dict with 'text' (str) and 'image' (uint8 [height, width, 3]) or 'images' (a list of these, "
+        "empty in a turn without an image)",
     ]
     assert "reward nan" in errors[3] and "(64, 64, 5)" in errors[4] and "float64" in errors[5]
     assert episodes[0].turns == [] and len(episodes[2].turns) == 1
