@@ -418,6 +418,7 @@ class _Settings(TypedDict, total=False):
 
     # play, page and watch
     policy: Literal["agent", "endpoint", "human", "random", "optimal"]
+    seat: Annotated[int, Ge(0), Note("a seat of a game")] | None
     episode: Annotated[
         int, Ge(0), Note("number of an initial state of the held-out validation set")
     ]

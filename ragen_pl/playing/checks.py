@@ -31,6 +31,10 @@ def check_play(cfg: DictConfig) -> None:
             f"policy={cfg.policy}: validation.baselines has no policy of that name for this environment; set "
             "validation/baselines=optimal if it has optimal_action(rng), or policy=human or agent"
         )
+    if cfg.seat is not None and (cfg.policy != "human" or cfg.ckpt is None):
+        raise ConfigError(
+            f"seat={cfg.seat}: is that of a person against a trained agent; set policy=human and ckpt=…, or seat=null"
+        )
     check_made(cfg.env)
     if cfg.save is not None:
         file = Path(cfg.save).expanduser()

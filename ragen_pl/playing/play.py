@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydra.utils import instantiate
@@ -76,7 +76,8 @@ def play(cfg: DictConfig, *, console: Console | None = None) -> Trajectory:
     spec = EpisodeSpec(group=cfg.episode, member=0, seed=seed, held_out=True)
     try:
         runners = {"agent": _play_agent, "endpoint": _play_endpoint}
-        trajectory = runners.get(cfg.policy, _play)(cfg, spec, screen)
+        runner = _play_against if cfg.seat is not None else runners.get(cfg.policy, _play)
+        trajectory = runner(cfg, spec, screen)
         if trajectory.error is not None and not trajectory.turns:
             raise RuntimeError(trajectory.error)
     except (RuntimeError, AttributeError, TypeError) as error:
@@ -133,6 +134,59 @@ def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajector
             on_turn=show_turns(screen, delay=cfg.delay),
         )
     return trajectory
+
+
+def _play_against(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
+    """Play a game of a person against a trained model, and return the person's trajectory.
+
+    Raises:
+        ConfigError: The environment has no such seat besides others.
+    """
+    from ragen_pl.assembly.weights import load_bundle
+    from ragen_pl.data.opponents import OpponentResponder
+
+    bundle = load_bundle(cfg).to(device_named(cfg.device))
+    context, environments = build_context(bundle, cfg.context), build_environments(cfg.env)
+    proxy = replace(
+        build_proxy(cfg.rollout, environments=environments, context=context),
+        failures=FailureSettings(stall_s=None),
+    )
+    person = HumanResponder(screen=screen, max_actions=environments.max_actions_per_turn)
+
+    def is_persons(episode: Episode) -> bool:
+        if not 0 <= cfg.seat < len(episode.seats) or len(episode.seats) == 1:
+            raise ConfigError(
+                f"seat={cfg.seat}: the environment has seats={len(episode.seats)} in this game; give one of a game whose "
+                "others are free, such as with env.kwargs.validation_opponent=null"
+            )
+        return episode.seat == cfg.seat
+
+    with closing(build_engine(cfg.rollout.engine, bundle)) as engine:
+        engine.load_weights(0)
+        agent = EngineResponder(engine=engine, context=context, greedy=cfg.greedy)
+        played = proxy.rollout(
+            OpponentResponder(policy=agent, opponent=person, is_opponents=is_persons),
+            [spec],
+            seed_key=("evaluate", cfg.seed),
+            on_turn=_show_game(screen, seat=cfg.seat),
+        )
+    return next((one for one in played if one.seat == cfg.seat), played[0])
+
+
+def _show_game(screen: Screen, *, seat: int) -> OnTurn:
+    """Return a hook that shows each turn of a game in which a person has a seat."""
+    shown: dict[int, int] = {}
+
+    def on_turn(episode: Episode) -> None:
+        for number, one in enumerate(episode.seats):
+            turns = one.trajectory.turns
+            if len(turns) > shown.get(number, 0):
+                shown[number] = len(turns)
+                who = "you" if number == seat else "the agent"
+                screen.console.rule(f"{who}, turn {len(turns)}", align="left")
+                screen.turn(turns[-1], number=len(turns), state_is_shown=True)
+
+    return on_turn
 
 
 def _play_endpoint(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:

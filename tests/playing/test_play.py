@@ -185,6 +185,27 @@ def test_human_plays_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_person_has_a_seat_against_a_model(lm: ModelBundle, tmp_path: Path) -> None:
+    lm.save(tmp_path / "model")
+    game = (
+        "ragen_pl.play", "ckpt=model", "policy=human", "env=tic_tac_toe", "save=null",
+        "env.invalid_ends=false",
+    )  # fmt: skip
+    free = "env.kwargs.validation_opponent=null"
+    done = command(*game, "seat=0", free, folder=tmp_path, answers="0\nq\n")
+    assert done.returncode == 0, done.stderr
+    # an untrained model makes no legal move, and is asked again until its turns are used up
+    assert done.stdout.index("you, turn 1") < done.stdout.index("the agent, turn 1")
+    assert "the agent, turn 5" in done.stdout and "no valid action" in done.stdout
+    refused = command(*game, "seat=2", free, folder=tmp_path)
+    assert refused.returncode == 2 and "seat=2: the environment has seats=2" in refused.stderr
+    refused = command(*game, "seat=0", folder=tmp_path)
+    assert refused.returncode == 2 and "seat=0: the environment has seats=1" in refused.stderr
+    refused = command("ragen_pl.play", "policy=random", "seat=0", folder=tmp_path)
+    assert refused.returncode == 2 and "set policy=human and ckpt=" in refused.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
