@@ -18,7 +18,6 @@ from torch.nn import Module, ModuleList
 
 from ragen_pl.chat_formats.chat_template import ChatTemplate
 from ragen_pl.chat_formats.template_source import template_source
-from ragen_pl.chat_formats.tool_template import NoToolsError, ToolTemplate
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.models.facts import ModelFacts, backbone_of
 from ragen_pl.models.images import ImageEncoder
@@ -288,6 +287,9 @@ class ModelBundle:
         """Names of the control tokens that a response may hold in its tool calls."""
         if not self.calls_tools:
             return frozenset()
+        # of models that call tools only
+        from ragen_pl.chat_formats.tool_template import NoToolsError, ToolTemplate
+
         try:
             return ToolTemplate(self.chat_template(), self.end_texts).control_tokens
         except NoToolsError:

@@ -11,7 +11,6 @@ from torch import Tensor
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.algorithms.echo import role_weights
 from ragen_pl.algorithms.mismatch import Correction
-from ragen_pl.algorithms.mixture import environment_weights
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.base.distributed import rank, sum_over_ranks
 from ragen_pl.base.finite import class_path, require_finite
@@ -156,6 +155,9 @@ def prepare_batch(
         penalty=penalty,
     )
     if batch.shares:
+        # of mixtures only
+        from ragen_pl.algorithms.mixture import environment_weights
+
         token_masks.loss_weight = environment_weights(
             token_masks.loss_weight,
             batch.episodes.environment,

@@ -156,8 +156,8 @@ def _play_against(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Traject
     def is_persons(episode: Episode) -> bool:
         if not 0 <= cfg.seat < len(episode.seats) or len(episode.seats) == 1:
             raise ConfigError(
-                f"seat={cfg.seat}: the environment has seats={len(episode.seats)} in this game; give one of a game whose "
-                "others are free, such as with env.kwargs.validation_opponent=null"
+                f"seat={cfg.seat}: the environment has seats={len(episode.seats)} in this game; give one of a game "
+                "whose others are free, such as with env.kwargs.validation_opponent=null"
             )
         return episode.seat == cfg.seat
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import numpy as np
 from annotated_types import Ge
@@ -30,13 +30,12 @@ from ragen_pl.prompts.conversation import (
     system_text,
 )
 from ragen_pl.prompts.encoding import TextEncoder, any_of, common_length
-from ragen_pl.prompts.native import NativeFormat
-from ragen_pl.prompts.rendering import window_messages
 from ragen_pl.prompts.rules import ContextRules
 from ragen_pl.trajectory import ChatRequest, Observation, Role
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.prompts.native import NativeFormat
     from ragen_pl.prompts.requests import RequestPrompts
 
 
@@ -181,6 +180,9 @@ class ContextManager(ContextRules):
         )
 
     def _native_format(self, tools: Tools) -> NativeFormat:
+        # of conversations in the model's own format only
+        from ragen_pl.prompts.native import NativeFormat
+
         template = self.bundle.chat_template(self._arguments, tools)
         if id(template) not in self._native_formats:
             if mark := self._encoder.mark_in(json.dumps(tools)):
@@ -234,6 +236,9 @@ class ContextManager(ContextRules):
         if self.bundle.images is not None:
             self.bundle.images.check_together(images)
         if not self.joins:
+            # of templates that are rendered as a whole only
+            from ragen_pl.prompts.rendering import window_messages
+
             messages = window_messages(
                 self._template(conversation),
                 conversation,
@@ -335,15 +340,16 @@ class ContextManager(ContextRules):
         calls: Sequence[Message] = ()
         for exchange in shown:
             first = not parts
-            if calls and isinstance(conversation.native, NativeFormat):
+            native = _native(conversation)
+            if calls and native is not None:
                 end = int(parts[-1][-1])
-                texts = self._results(conversation.native, exchange, calls, end=end, expand=expand)
+                texts = self._results(native, exchange, calls, end=end, expand=expand)
                 role, marks = Role.RESULT, True
                 ids = self._encoder.encode_parts(texts, continues=True, marks=marks)
                 starts.append(length)
             else:
                 texts = self._texts(conversation, exchange, before, first=first, expand=expand)
-                role, marks = Role.OBSERVATION, conversation.native is not None
+                role, marks = Role.OBSERVATION, native is not None
                 ids = self._encoder.encode_parts(texts, continues=not first, marks=marks)
                 if expand:
                     ids = self._with_patches(ids, exchange)
@@ -429,10 +435,8 @@ class ContextManager(ContextRules):
         return parts
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
-        native = conversation.native
-        if native is None:
-            return self.template
-        return native.template if isinstance(native, NativeFormat) else self.template
+        native = _native(conversation)
+        return self.template if native is None else native.template
 
     def _patches(self, shown: Sequence[Exchange]) -> list[np.ndarray] | None:
         if all(exchange.patches is None for exchange in shown):
@@ -444,3 +448,8 @@ class ContextManager(ContextRules):
             ]
             patches += all_patches if exchange.patches is None else exchange.patches
         return patches
+
+
+def _native(conversation: Conversation) -> NativeFormat | None:
+    """Return the model's own format in which a conversation is held, the only one that a `ContextManager` begins."""
+    return cast("NativeFormat | None", conversation.native)
