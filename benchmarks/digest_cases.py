@@ -311,6 +311,7 @@ NEEDS_MORE = (
 NEEDS_A_VALUE = {
     "custom": ("env.target=my_environments.GuessTheNumber",),
     "mixture": ("env.environments={bandit: 1, frozenlake: 1}",),
+    "opsd": ("env.kwargs.plans=true",),
 }
 
 
@@ -320,7 +321,7 @@ def cases() -> dict[str, tuple[str, ...]]:
     for name in _options("algorithm"):
         if name in NEEDS_MORE:
             continue
-        presets[f"algorithm/{name}"] = (f"algorithm={name}", *IMAGES)
+        presets[f"algorithm/{name}"] = (f"algorithm={name}", *IMAGES, *NEEDS_A_VALUE.get(name, ()))
     for name in _options("env"):
         if name in NEEDS_MORE:
             continue
