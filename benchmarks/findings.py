@@ -56,6 +56,7 @@ class Finding:
         task: A name of `TASKS`.
         overrides: Of all arms.
         arms: Overrides of each arm by its name.
+        remark: What a reader has to know of the runs; None for nothing.
         starts: Overrides of the arms that change the warm start too; the others share the task's.
         criterion: What decides.
         iterations: Iterations of a run.
@@ -71,6 +72,7 @@ class Finding:
     figure: str | None = None
     overrides: Overrides = ()
     starts: Mapping[str, Overrides] | None = None
+    remark: str | None = None
 
     def start_of(self, arm: str) -> Overrides:
         """Return the overrides that an arm's warm start depends on."""
@@ -281,7 +283,8 @@ FINDINGS: dict[str, Finding] = {
             "supervised": ("trainer.max_epochs=0", "trainer.check_val_every_n_epoch=1"),
             "RL after random demonstrations": (),
         },
-        # 16 iterations take about as long as 450 steps
+        # 16 iterations were taken for as long as 450 steps
+        remark="The arms were meant to take equal time. Of 149 processor seconds the supervised arm has 49 more than RL.",
         starts={
             "supervised, then RL": _SOLVER,
             "supervised": (*_SOLVER, "warm_start.steps=750"),

@@ -81,6 +81,7 @@ def _claim(name: str, finding: Finding) -> str:
             f"- Criterion: {METRICS[criterion.metric]} of *{criterion.more}* less that of *{criterion.less}* after "
             f"{finding.iterations} iterations is at least {criterion.least:g}; {criterion.seeds} seeds.",
             f"- Command: `python benchmarks/findings.py run {name} --seeds {criterion.seeds}`",
+            *([] if finding.remark is None else [f"- {finding.remark}"]),
         ]
     )
 
