@@ -376,9 +376,11 @@ def _keep_final_prompt(trajectory: Trajectory, prompt: Prompt, *, max_tokens: in
 def played_trajectories(episode: Episode) -> list[Trajectory]:
     """Return the trajectories of an episode that has ended: one for each seat.
 
-    A seat of a game that ended before its first turn has none. The lost reward is not that of anything it did.
+    A seat of a game that ended before its first turn has none. The lost reward is not that of anything it did. A game
+    without any turn has that of the seat to move.
     """
     trajectories = [seat.trajectory for seat in episode.seats]
     if len(trajectories) == 1 or trajectories[0].status is EpisodeStatus.FAILED:
         return trajectories
-    return [trajectory for trajectory in trajectories if trajectory.turns]
+    played = [trajectory for trajectory in trajectories if trajectory.turns]
+    return played or [episode.trajectory]

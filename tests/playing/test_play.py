@@ -197,6 +197,8 @@ def test_a_person_has_a_seat_against_a_model(lm: ModelBundle, tmp_path: Path) ->
     # an untrained model makes no legal move, and is asked again until its turns are used up
     assert done.stdout.index("you, turn 1") < done.stdout.index("the agent, turn 1")
     assert "the agent, turn 5" in done.stdout and "no valid action" in done.stdout
+    stopped = command(*game, "seat=0", free, folder=tmp_path, answers="q\n")
+    assert stopped.returncode == 0 and "in 0 turns (truncated)" in stopped.stdout
     refused = command(*game, "seat=2", free, folder=tmp_path)
     assert refused.returncode == 2 and "seat=2: the environment has seats=2" in refused.stderr
     refused = command(*game, "seat=0", folder=tmp_path)
