@@ -81,6 +81,19 @@ def task_probabilities(
     weights = [
         score.weight(rule, thresholds=thresholds, pool_weights=pool_weights) for score in scores
     ]
+    return probabilities_of(weights, floor=floor)
+
+
+def probabilities_of(weights: Sequence[float], *, floor: float) -> list[float]:
+    """Return floor / N + (1 - floor) w / sum of w for each weight w; where all are 0, all are equally likely.
+
+    Args:
+        weights: N numbers of 0 or more.
+        floor: Part of a uniform distribution.
+
+    >>> probabilities_of([1.0, 3.0], floor=0.5), probabilities_of([0.0, 0.0], floor=0.1)
+    ([0.375, 0.625], [0.5, 0.5])
+    """
     total, count = math.fsum(weights), len(weights)
     if not total:
         return [1.0 / count] * count

@@ -70,5 +70,42 @@ def whiten(
     return torch.where(inside, (x.float() - mean) * torch.rsqrt(variance + eps), 0.0)
 
 
+def whiten_by_environment(
+    advantages: Tensor,
+    mask: Tensor,
+    environment: Tensor,
+    *,
+    environments: int,
+    eps: float = 1e-8,
+    all_reduce: AllReduce | None = None,
+) -> Tensor:
+    """Shift and scale advantages to mean 0 and deviation 1 inside each environment, over the tokens of all ranks.
+
+    So an environment whose rewards are ten times as large moves the policy no more (the point of PopArt, Hessel et al.,
+    2018, arXiv 1809.04474, there by statistics of the critic's targets).
+
+    Args:
+        advantages: `[trajectories, tokens]`.
+        mask: Bool `[trajectories, tokens]`.
+        environment: int64 `[trajectories]`.
+        environments: Number of environments, the same on every rank: also one without a trajectory here is reduced.
+        eps: Added to the variance, which is unbiased.
+        all_reduce: Sums a tensor over the ranks; None on one rank.
+
+    Returns:
+        float32 `[trajectories, tokens]`, 0 off the mask, and in an environment with one token or with equal advantages.
+
+    >>> advantages, mask = torch.tensor([[1.0, 3.0], [10.0, 30.0]]), torch.ones(2, 2)
+    >>> whiten_by_environment(advantages, mask, torch.tensor([0, 1]), environments=2)
+    tensor([[-0.7071,  0.7071],
+            [-0.7071,  0.7071]])
+    """
+    whitened = torch.zeros(advantages.shape, device=advantages.device)
+    for number in range(environments):
+        inside = mask.bool() & (environment == number)[:, None]
+        whitened += whiten(advantages, inside, eps=eps, all_reduce=all_reduce)
+    return whitened
+
+
 def _identity(x: Tensor) -> Tensor:
     return x

@@ -134,7 +134,8 @@ def load_weights(bundle: ModelBundle, file: Path) -> None:
 def _load_policy(bundle: ModelBundle, saved: Mapping[str, Any], file: Path) -> None:
     hint = "leave model settings to the checkpoint's run, or give those that it was trained with"
     weights = with_prefix(module_state(saved), _MODEL)
-    _load(bundle.model, weights, saved, name="policy", source=str(file), hint=hint)
+    complete = _complete(bundle.model, weights, saved, name="policy", source=str(file), hint=hint)
+    bundle.model.load_state_dict(complete)
 
 
 def read_policy(file: Path) -> dict[str, Any]:
@@ -150,32 +151,6 @@ def read_policy(file: Path) -> dict[str, Any]:
     return saved
 
 
-def _load(
-    module: torch.nn.Module,
-    weights: Mapping[str, Tensor],
-    saved: Mapping[str, Any],
-    *,
-    name: str,
-    source: str,
-    hint: str,
-    prefix: str = "",
-) -> None:
-    """Load a checkpoint's weights on top of the module's frozen ones.
-
-    Args:
-        module: Receives the weights.
-        weights: Entries of the checkpoint under the module's own names.
-        saved: The checkpoint.
-        name: The module's name in the checkpoint.
-        source: The setting or file that they come from, for error messages.
-        hint: Remedy, for error messages.
-        prefix: Put before a tensor's name in error messages.
-    """
-    module.load_state_dict(
-        _complete(module, weights, saved, name=name, source=source, hint=hint, prefix=prefix)
-    )
-
-
 def _complete(
     module: torch.nn.Module,
     weights: Mapping[str, Tensor],
@@ -186,7 +161,17 @@ def _complete(
     hint: str,
     prefix: str = "",
 ) -> dict[str, Tensor]:
-    """Return a checkpoint's weights, checked, with the module's frozen ones. The arguments are those of `_load`."""
+    """Return a checkpoint's weights, checked, with the module's frozen ones.
+
+    Args:
+        module: Module of the weights.
+        weights: Entries of the checkpoint under the module's own names.
+        saved: The checkpoint.
+        name: The module's name in the checkpoint.
+        source: The setting or file that they come from, for error messages.
+        hint: Remedy, for error messages.
+        prefix: Put before a tensor's name in error messages.
+    """
     complete = with_frozen(module, weights)
     check_shapes(complete, module, source=source, hint=hint, prefix=prefix)
     parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
@@ -277,7 +262,10 @@ def load_initial_weights(
         if module is not None:
             prefix = f"{name}."
             weights = with_prefix(module_state(saved), prefix)
-            _load(module, weights, saved, name=name, source=source, hint=hint, prefix=prefix)
+            complete = _complete(
+                module, weights, saved, name=name, source=source, hint=hint, prefix=prefix
+            )
+            module.load_state_dict(complete)
 
 
 def check_resumable(

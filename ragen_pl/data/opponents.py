@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.task_sampling import drawn_tasks
+from ragen_pl.algorithms.task_sampling import drawn_tasks, probabilities_of
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, Fraction, FractionBelowOne, PositiveFraction
 from ragen_pl.base.distributed import sum_over_ranks
@@ -172,10 +172,7 @@ class Opponents:
             "squared": [(1.0 - rate) ** 2 for rate in rates],
             "variance": [rate * (1.0 - rate) for rate in rates],
         }[self.rule]
-        total, count = sum(weights), len(weights)
-        if not total:
-            return [1.0 / count] * count
-        return [self.floor / count + (1.0 - self.floor) * weight / total for weight in weights]
+        return probabilities_of(weights, floor=self.floor)
 
     def seat_of(self, game: int, *, seats: int) -> int | None:
         """Return the policy's seat in a group of games of the present iteration, None where it has all.
@@ -280,7 +277,7 @@ class Opponents:
 
 
 def _score(seat: int, trajectories: Sequence[Trajectory]) -> float:
-    """Return what a game counts for the player of a seat; a seat that had no turn has no trajectory."""
+    """Return the score of a game for the player of a seat; a seat that had no turn has no trajectory."""
     own = [one.success for one in trajectories if one.seat == seat]
     others = [one.success for one in trajectories if one.seat != seat]
     # of a game that ended in the first turn: what that turn has lost, the others have won

@@ -15,7 +15,7 @@ from ragen_pl.algorithms.credit import (
     place_turn_rewards,
 )
 from ragen_pl.algorithms.normalization import RewardNormalizer
-from ragen_pl.algorithms.whitening import whiten
+from ragen_pl.algorithms.whitening import whiten_by_environment
 from ragen_pl.base.distributed import sum_over_ranks
 from ragen_pl.base.finite import class_path, require_finite
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
@@ -106,14 +106,7 @@ def assign_credit(
     name = class_path(estimator)
     require_finite(estimates.advantages, f"algorithm.estimator: the advantages of {name}")
     require_finite(estimates.returns, f"algorithm.estimator: the returns of {name}")
-    if whiten_advantages and count == 1:
-        estimates.advantages = whiten(
-            estimates.advantages, token_masks.loss, all_reduce=sum_over_ranks
-        )
-    elif whiten_advantages:
-        # of mixtures only
-        from ragen_pl.algorithms.mixture import whiten_by_environment
-
+    if whiten_advantages:
         estimates.advantages = whiten_by_environment(
             estimates.advantages,
             token_masks.loss,

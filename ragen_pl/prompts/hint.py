@@ -41,12 +41,10 @@ class Hint:
     def __post_init__(self) -> None:
         known = ("observation", *self.members)
         try:
-            fields = [
-                name for _, name, _, _ in Formatter().parse(self.template) if name is not None
-            ]
+            unknown = sorted(self.fields - {*known})
         except ValueError as error:
             raise ValueError(f"{_KEY}.template={self.template!r}: {error}") from None
-        if unknown := sorted({*fields} - {*known}):
+        if unknown:
             raise ValueError(
                 f"{_KEY}.template={self.template!r}: unknown fields {unknown}; known: {', '.join(known)}"
             )
