@@ -85,7 +85,7 @@ def _exploitability(counts: Counts) -> float:
 
 
 def _seen(card: int, history: str) -> str:
-    """Return what the seat sees that decides at an information set."""
+    """Return the observation of the seat that decides at an information set."""
     game = KuhnPoker()
     seat = 0 if history in HISTORIES[0] else 1
     game.cards, game.history = (card, card), history

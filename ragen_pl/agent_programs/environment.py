@@ -329,7 +329,7 @@ class ProgramEnvironment(gymnasium.Env[Any, Any]):
         assert self._program is not None
         if self._ended_for is not None or self._outcome.get("code") != 0:
             if self.crash_reward is None:
-                # what the policy says may be why it goes on asking
+                # the policy's responses may be why it goes on asking
                 advice = "; env.kwargs.crash_reward=-1 trains on such episodes"
                 failure = f"the program failed: {self._ending()}"
                 raise RuntimeError(failure if self._ended_for is None else failure + advice)

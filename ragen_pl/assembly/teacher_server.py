@@ -234,7 +234,7 @@ class _Servers:
                 )
                 return _scores(answer, ids)
             except ServerError as error:
-                # what a server refuses, another of the same model refuses too
+                # a request that one server refuses, another of the same model refuses too
                 refuses = isinstance(error, RequestFailedError) and error.refuses
                 if refuses or clock() >= ends:
                     raise

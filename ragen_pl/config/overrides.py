@@ -62,7 +62,7 @@ def key_of(line: str) -> str:
 def with_environment(overrides: Sequence[str], *, command: str) -> list[str]:
     """Return a command line's overrides with `env=custom` where they name an environment's class only.
 
-    The environment has the name of its class, so that runs of several are told apart.
+    The environment has the name of its class, so that runs of different classes have different names.
 
     Args:
         overrides: As on the command line.

@@ -209,7 +209,7 @@ def family_failure(error: BaseException) -> str | None:
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [Path(code.co_filename).as_posix() for code in codes]
     parts = [code for code, file in zip(codes, files, strict=True) if _FAMILIES in file]
-    # what this package raises has its reason
+    # errors of this package have their reason
     if isinstance(error, torch.OutOfMemoryError) or not parts or files[-1].startswith(_PACKAGE):
         return None
     return f"{parts[-1].co_qualname} of transformers ends in {type(error).__name__}"

@@ -251,7 +251,7 @@ class UpdateLoss:
 
     @property
     def hint(self) -> Hint | None:
-        """What the reference reads in place of observations; None for the policy's prompts."""
+        """Hint that the reference reads in place of observations; None for the policy's prompts."""
         return None if self.kl is None else self.kl.hint
 
     @property

@@ -83,7 +83,7 @@ def test_a_server_that_gives_no_scores_is_an_error_with_its_reason(make, servers
     agent = make.agent(loss=distillation(TeacherServer(urls=[url], timeout_s=0.2)))
     with pytest.raises(RolloutError, match=f"{url}.*no scores of the teacher within 0.2 s"):
         make.batch(agent)
-    # what it refuses is not sent again
+    # a request that it refuses is not sent again
     servers[1].faults = [400]
     agent = make.agent(loss=distillation(TeacherServer(urls=[servers[1].url], concurrency=1)))
     with pytest.raises(RolloutError, match="status 400"):

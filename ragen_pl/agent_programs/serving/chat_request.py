@@ -121,7 +121,7 @@ _Truth = Annotated[Any, AfterValidator(lambda value: True if value is None else 
 
 
 class _Metadata(TypedDict, total=False):
-    """What the endpoint reads of the metadata."""
+    """Entries of the metadata that the endpoint reads."""
 
     train: _Truth
     advances: _Truth
