@@ -42,7 +42,7 @@ _ITERATIONS = 20
 
 
 def play_records(out: Path) -> tuple[Path, int]:
-    """Train the agent and play its episodes, unless that is done; return their folder and the number that are solved."""
+    """Train the agent and play its episodes, unless done; return their folder and the number that are solved."""
     agent, played = out / "agent", out / "played"
     fit(agent, *_COMMON, "seed=1000", "trainer.max_epochs=10")
     if not played.exists():
