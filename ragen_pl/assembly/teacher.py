@@ -23,10 +23,9 @@ from ragen_pl.chat_formats.template_source import template_source
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.trust import check_folder, check_settings, is_own, is_own_folder
 from ragen_pl.data.settings import UpdateSettings
-from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.positions import check_length
-from ragen_pl.models.pretrained import load_tokenizer, read_config
+from ragen_pl.models.pretrained import describe_pretrained, load_tokenizer, read_config
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.reference import FrozenCopy, ReferencePolicy

@@ -79,3 +79,13 @@ def restore_random_state(states: Mapping[str, Tensor]) -> None:
         torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+@contextlib.contextmanager
+def weights_seeded(seed: int) -> Iterator[None]:
+    """Seed the CPU's generator for a while. `torch.manual_seed` would seed the GPUs' generators too."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -24,7 +24,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragen_pl.memory.named import named_config
 from ragen_pl.models.attention import PACKED, packed_attention
-from ragen_pl.models.build import describe_pretrained
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.facts import image_features_of
 from ragen_pl.models.image_features import ImageFeatures
@@ -36,7 +35,7 @@ from ragen_pl.models.images import (
     features_of,
     joined,
 )
-from ragen_pl.models.pretrained import load_tokenizer, present_image_settings
+from ragen_pl.models.pretrained import describe_pretrained, load_tokenizer, present_image_settings
 from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:

@@ -10,13 +10,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ragen_pl.base.constraints import Count, Fraction, Positive
 from ragen_pl.models.merging import adapted_layers, check_merging, merged_layer, plain_names
 from ragen_pl.models.settings import NO_PEFT, lora_problem
 from ragen_pl.models.vision_parts import VisionParts, weights_of
@@ -32,14 +31,6 @@ _BASE_CHANGED = "base_changed"
 _UNDER = re.compile(r"(\.base_layer)+(?=\.)")
 # values of a weight that are compared
 _VALUES = 4096
-
-
-class LoraSettings(TypedDict, total=False):
-    """Settings of peft's `LoraConfig` that are checked early; it has others."""
-
-    r: Count
-    lora_alpha: Positive
-    lora_dropout: Fraction
 
 
 def choose_trained_weights(

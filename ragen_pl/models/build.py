@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,32 +11,14 @@ import torch
 from ragen_pl.base.checked import checked, needs_trust
 from ragen_pl.base.constraints import Count, Open, Seed, TextOnly
 from ragen_pl.base.prompt_formats import PromptFormat
-from ragen_pl.models.adapters import LoraSettings, choose_trained_weights
-from ragen_pl.models.attention import pack_images
+from ragen_pl.base.seeding import weights_seeded
 from ragen_pl.models.bundle import ModelBundle
-from ragen_pl.models.dropout import switch_dropout_off, switch_modules_off
-from ragen_pl.models.positions import check_length, fix_rotary_scaling
-from ragen_pl.models.pretrained import (
-    check_image_settings,
-    load_tokenizer,
-    model_class,
-    present_image_settings,
-    read_config,
-    read_model,
-    sees_images,
-)
-from ragen_pl.models.settings import Attention
+from ragen_pl.models.settings import Attention, LoraSettings
 
 if TYPE_CHECKING:
-    from transformers import (
-        PretrainedConfig,
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-    )
+    from transformers import PreTrainedTokenizerBase
 
     from ragen_pl.models.settings import DecoderSettings, VisionSettings
-
-log = logging.getLogger(__name__)
 
 
 @needs_trust("text")
@@ -82,7 +60,7 @@ def build_small_vlm(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    with _weights_from(seed):
+    with weights_seeded(seed):
         model = SmallVLMForConditionalGeneration(config).to(getattr(torch, dtype))
     images = SmallVLMImageProcessor(
         patch_size=config.vision["patch_size"], max_cells=config.vision["max_cells"]
@@ -122,7 +100,7 @@ def build_small_lm(
 
     tokenizer = load_tokenizer(prompt_format=PromptFormat(prompt_format), words=words or ())
     settings = TEXT | {"attention_bias": True} | _ids(tokenizer) | dict(text or {})
-    with _weights_from(seed):
+    with weights_seeded(seed):
         model = LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, dtype))
     return ModelBundle(model.eval(), tokenizer, token_pass=last_states)
 
@@ -134,14 +112,6 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-
-
-@contextmanager
-def _weights_from(seed: int) -> Iterator[None]:
-    """Seed the CPU's generator for a while. `torch.manual_seed` would seed the GPUs' generators too."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 @needs_trust("path", "revision", "lora.*_config", "lora.megatron_core")
@@ -192,6 +162,21 @@ def load_pretrained(
         ValueError: torch has no such `dtype`, peft refuses a setting, the model has no part to freeze, its attention
             can't mask as it needs, it has too few positions, or transformers does not know it.
     """
+    from ragen_pl.models.adapters import choose_trained_weights
+    from ragen_pl.models.attention import pack_images
+    from ragen_pl.models.pretrained import (
+        adapt_config,
+        adapt_model,
+        check_family,
+        check_image_settings,
+        load_tokenizer,
+        log_once,
+        present_image_settings,
+        read_config,
+        read_model,
+        sees_images,
+    )
+
     weights = getattr(torch, dtype, None)
     if not isinstance(weights, torch.dtype):
         raise ValueError(f"model.build.dtype={dtype}: expected float32, bfloat16 or float16")
@@ -202,12 +187,12 @@ def load_pretrained(
     if revision is not None:
         where["revision"] = revision
     config = read_config(path, where)
-    notes = _prepare(config, max_tokens=max_tokens)
+    notes = adapt_config(config, max_tokens=max_tokens)
     attention = "sdpa" if attn_implementation == "auto" else attn_implementation
     model = read_model(config, path, attention, where | {"dtype": weights})
     if attn_implementation == "auto":
         pack_images(model)
-    notes += _finish(model, max_tokens=max_tokens)
+    notes += adapt_model(model, max_tokens=max_tokens)
     processor = None
     if sees_images(config):
         from transformers import AutoProcessor
@@ -216,7 +201,7 @@ def load_pretrained(
         check_image_settings(processor, image_processor or {})
         image_processor = present_image_settings(processor.image_processor, image_processor or {})
     tokenizer = load_tokenizer(path, **where) if processor is None else processor.tokenizer
-    with _weights_from(seed):
+    with weights_seeded(seed):
         choose_trained_weights(
             model,
             lora=lora,
@@ -225,146 +210,7 @@ def load_pretrained(
             shows_images=shows_images,
         )
     bundle = ModelBundle(model.eval(), tokenizer, processor, image_processor or {}, source=path)
-    _check_family(bundle, shows_images=shows_images)
+    check_family(bundle, shows_images=shows_images)
     for note in notes:
-        _log_once(path, note)
+        log_once(path, note)
     return bundle
-
-
-def _prepare(config: PretrainedConfig, *, max_tokens: int | None) -> list[str]:
-    """Adapt a config to RL, and return a line on each change."""
-    scaled = fix_rotary_scaling(config, max_tokens=max_tokens)
-    return [*([] if scaled is None else [scaled]), *_switched_off(switch_dropout_off(config))]
-
-
-def _finish(model: PreTrainedModel, *, max_tokens: int | None) -> list[str]:
-    """Adapt a model to RL, and return a line on each change.
-
-    Raises:
-        ValueError: It has too few positions.
-    """
-    long = check_length(model, max_tokens=max_tokens)
-    return [*([] if long is None else [long]), *_switched_off(switch_modules_off(model))]
-
-
-def _switched_off(values: Mapping[str, float]) -> list[str]:
-    if not values:
-        return []
-    named = ", ".join(f"{name}={value:g}" for name, value in values.items())
-    return [f"dropout and noise are off, as in rollouts: 0 instead of {named}"]
-
-
-def _check_family(bundle: ModelBundle, *, shows_images: bool) -> None:
-    """Check that conversations of several turns can be computed with a family's attention and images.
-
-    Raises:
-        ValueError: They can't.
-    """
-    facts = bundle.facts
-    # a ValueError where they are not known
-    _ = bundle.layers
-    if bundle.model.config.is_encoder_decoder:
-        raise ValueError(
-            f"model.build.path={bundle.source}: in {facts.family} an encoder reads the prompt, and every turn would be "
-            "a prompt of its own; choose another family"
-        )
-    if not facts.takes_cache:
-        raise ValueError(
-            f"model.build.path={bundle.source}: transformers' {facts.family} takes no keys, values or states of "
-            "earlier turns; choose another family"
-        )
-    if not facts.takes_positions and not facts.keeps_states:
-        raise ValueError(
-            f"model.build.path={bundle.source}: transformers' {facts.family} takes no positions, so those of a short "
-            "conversation would count the padding beside a long one; choose another family"
-        )
-    if by_call := facts.layers_by_call:
-        raise ValueError(
-            f"model.build.path={bundle.source}: in {facts.family} layers ({', '.join(sorted(by_call))}) read a prompt "
-            "otherwise than a response, so log-probs of a token depend on what was sampled; choose another family"
-        )
-    if facts.attends_both_ways:
-        raise ValueError(
-            f"model.build.path={bundle.source}: in {facts.family} the tokens of a prompt, or of its images and what "
-            "precedes them, attend to each other both ways, so a next turn would change the ones before; choose "
-            "another family"
-        )
-    if facts.bidirectional_layers and not facts.masks_by_function:
-        raise ValueError(
-            f"model.build.attn_implementation: in {type(bundle.model).__name__} the tokens of an image attend to each "
-            "other, which flash attention can't do; set sdpa, or {text_config: sdpa, vision_config: flash_attention_2}"
-        )
-    if bundle.processor is not None and shows_images:
-        _check_images(bundle)
-
-
-def _check_images(bundle: ModelBundle) -> None:
-    """Check that images are encoded once and are read in whichever turn they are shown.
-
-    Raises:
-        ValueError: They can't.
-    """
-    facts = bundle.facts
-    if facts.image_token_id is None:
-        raise ValueError(
-            f"model.build.path={bundle.source}: the config of {facts.family} names no token of images; choose another "
-            "family"
-        )
-    if not facts.takes_features:
-        raise ValueError(
-            f"model.build.path={bundle.source}: transformers' {facts.family} takes no encoded images, and every turn "
-            "would encode all of them again; choose another family"
-        )
-    if facts.position_axes > 3:
-        raise ValueError(
-            f"model.build.path={bundle.source}: in {facts.family} positions have {facts.position_axes} axes, one of "
-            "which numbers the images of all rows, so a turn can't be computed by itself; choose another family"
-        )
-
-
-@cache
-def _log_once(path: str, note: str) -> None:
-    """Log a line on a model once in a run: a critic may have the same model, and ranks have."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        log.info("model.build.path=%s: %s", path, note)
-
-
-def describe_pretrained(
-    config: PretrainedConfig,
-    *,
-    dtype: str = "float32",
-    attn_implementation: str | dict[str, str] = "auto",
-    max_tokens: int | None = None,
-    seed: int = 0,
-    **trained: Any,
-) -> PreTrainedModel:
-    """Build the model that `load_pretrained` would load, with new weights. Nothing is read.
-
-    Args:
-        config: Config of the model, changed as `load_pretrained` changes it.
-        dtype: Type of the weights.
-        attn_implementation: Attention of transformers. Flash attention becomes `sdpa`, which keeps as much for the
-            backward pass and runs anywhere.
-        max_tokens: Tokens of the longest conversation.
-        seed: Seed of the adapters' weights.
-        trained: Which weights are trained; see `load_pretrained`.
-    """
-    _prepare(config, max_tokens=max_tokens)
-    by_part = (
-        attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
-    )
-    attention = {
-        part: "sdpa" if name == "auto" or name.startswith("flash") else name
-        for part, name in by_part.items()
-    }
-    model: PreTrainedModel = model_class(config).from_config(
-        config,
-        dtype=getattr(torch, dtype),
-        attn_implementation=attention.get("", attention),
-    )
-    if attn_implementation == "auto":
-        pack_images(model)
-    _finish(model, max_tokens=max_tokens)
-    with _weights_from(seed):
-        choose_trained_weights(model, **trained)
-    return model.eval()

@@ -60,6 +60,23 @@ def checkpoint_weights(
         yield from revert_weight_conversion(model, weights).items()
 
 
+def weights_for_engine(
+    model: PreTrainedModel, *, adapters: bool, value: Callable[[str], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what an engine loads: `checkpoint_weights`, or those of the adapters alone.
+
+    Args:
+        model: Model.
+        adapters: Whether the engine loads adapters, and has the weights under them.
+        value: See `checkpoint_weights`.
+    """
+    if not adapters:
+        return checkpoint_weights(model, value=value)
+    from ragen_pl.models.adapters import adapter_weights
+
+    return adapter_weights(model, value=value)
+
+
 def write_weights(pairs: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write names and weights to safetensors files of a folder, a few at a time.
 

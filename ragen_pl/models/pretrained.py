@@ -1,15 +1,25 @@
-"""Read the parts of a pretrained model from its folder or from the hub; errors name the setting."""
+"""Read the parts of a pretrained model from its folder or from the hub, and adapt them; errors name the setting."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ragen_pl.base.foreign_files import model_folder_problem
+from ragen_pl.base.seeding import weights_seeded
+from ragen_pl.models.adapters import choose_trained_weights
+from ragen_pl.models.attention import pack_images
+from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.dropout import switch_dropout_off, switch_modules_off
+from ragen_pl.models.positions import check_length, fix_rotary_scaling
 from ragen_pl.models.settings import Attention
 
 if TYPE_CHECKING:
@@ -260,3 +270,142 @@ def present_image_settings(
         return dict(settings)
     given = {ends[name]: settings[name] for name in ends if settings.get(name) is not None}
     return present | {"size": {**own, **(settings.get("size") or {}), **given}}
+
+
+def adapt_config(config: PretrainedConfig, *, max_tokens: int | None) -> list[str]:
+    """Adapt a config to RL, and return a line on each change."""
+    scaled = fix_rotary_scaling(config, max_tokens=max_tokens)
+    return [*([] if scaled is None else [scaled]), *_switched_off(switch_dropout_off(config))]
+
+
+def adapt_model(model: PreTrainedModel, *, max_tokens: int | None) -> list[str]:
+    """Adapt a model to RL, and return a line on each change.
+
+    Raises:
+        ValueError: It has too few positions.
+    """
+    long = check_length(model, max_tokens=max_tokens)
+    return [*([] if long is None else [long]), *_switched_off(switch_modules_off(model))]
+
+
+def _switched_off(values: Mapping[str, float]) -> list[str]:
+    if not values:
+        return []
+    named = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    return [f"dropout and noise are off, as in rollouts: 0 instead of {named}"]
+
+
+def check_family(bundle: ModelBundle, *, shows_images: bool) -> None:
+    """Check that conversations of several turns can be computed with a family's attention and images.
+
+    Raises:
+        ValueError: They can't.
+    """
+    facts = bundle.facts
+    # a ValueError where they are not known
+    _ = bundle.layers
+    if bundle.model.config.is_encoder_decoder:
+        raise ValueError(
+            f"model.build.path={bundle.source}: in {facts.family} an encoder reads the prompt, and every turn would be "
+            "a prompt of its own; choose another family"
+        )
+    if not facts.takes_cache:
+        raise ValueError(
+            f"model.build.path={bundle.source}: transformers' {facts.family} takes no keys, values or states of "
+            "earlier turns; choose another family"
+        )
+    if not facts.takes_positions and not facts.keeps_states:
+        raise ValueError(
+            f"model.build.path={bundle.source}: transformers' {facts.family} takes no positions, so those of a short "
+            "conversation would count the padding beside a long one; choose another family"
+        )
+    if by_call := facts.layers_by_call:
+        raise ValueError(
+            f"model.build.path={bundle.source}: in {facts.family} layers ({', '.join(sorted(by_call))}) read a prompt "
+            "otherwise than a response, so log-probs of a token depend on what was sampled; choose another family"
+        )
+    if facts.attends_both_ways:
+        raise ValueError(
+            f"model.build.path={bundle.source}: in {facts.family} the tokens of a prompt, or of its images and what "
+            "precedes them, attend to each other both ways, so a next turn would change the ones before; choose "
+            "another family"
+        )
+    if facts.bidirectional_layers and not facts.masks_by_function:
+        raise ValueError(
+            f"model.build.attn_implementation: in {type(bundle.model).__name__} the tokens of an image attend to each "
+            "other, which flash attention can't do; set sdpa, or {text_config: sdpa, vision_config: flash_attention_2}"
+        )
+    if bundle.processor is not None and shows_images:
+        _check_images(bundle)
+
+
+def _check_images(bundle: ModelBundle) -> None:
+    """Check that images are encoded once and are read in whichever turn they are shown.
+
+    Raises:
+        ValueError: They can't.
+    """
+    facts = bundle.facts
+    if facts.image_token_id is None:
+        raise ValueError(
+            f"model.build.path={bundle.source}: the config of {facts.family} names no token of images; choose another "
+            "family"
+        )
+    if not facts.takes_features:
+        raise ValueError(
+            f"model.build.path={bundle.source}: transformers' {facts.family} takes no encoded images, and every turn "
+            "would encode all of them again; choose another family"
+        )
+    if facts.position_axes > 3:
+        raise ValueError(
+            f"model.build.path={bundle.source}: in {facts.family} positions have {facts.position_axes} axes, one of "
+            "which numbers the images of all rows, so a turn can't be computed by itself; choose another family"
+        )
+
+
+@cache
+def log_once(path: str, note: str) -> None:
+    """Log a line on a model once in a run: a critic may have the same model, and ranks have."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        log.info("model.build.path=%s: %s", path, note)
+
+
+def describe_pretrained(
+    config: PretrainedConfig,
+    *,
+    dtype: str = "float32",
+    attn_implementation: str | dict[str, str] = "auto",
+    max_tokens: int | None = None,
+    seed: int = 0,
+    **trained: Any,
+) -> PreTrainedModel:
+    """Build the model that `load_pretrained` would load, with new weights. Nothing is read.
+
+    Args:
+        config: Config of the model, changed as `load_pretrained` changes it.
+        dtype: Type of the weights.
+        attn_implementation: Attention of transformers. Flash attention becomes `sdpa`, which keeps as much for the
+            backward pass and runs anywhere.
+        max_tokens: Tokens of the longest conversation.
+        seed: Seed of the adapters' weights.
+        trained: Which weights are trained; see `load_pretrained`.
+    """
+    adapt_config(config, max_tokens=max_tokens)
+    by_part = (
+        attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
+    )
+    attention = {
+        part: "sdpa" if name == "auto" or name.startswith("flash") else name
+        for part, name in by_part.items()
+    }
+    model: PreTrainedModel = model_class(config).from_config(
+        config,
+        dtype=getattr(torch, dtype),
+        attn_implementation=attention.get("", attention),
+    )
+    if attn_implementation == "auto":
+        pack_images(model)
+    adapt_model(model, max_tokens=max_tokens)
+    with weights_seeded(seed):
+        choose_trained_weights(model, **trained)
+    return model.eval()

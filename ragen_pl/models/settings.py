@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from annotated_types import Interval
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.base.constraints import Count, Positive
+from ragen_pl.base.constraints import Count, Fraction, Positive
 
 Attention = Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 """Implementations of attention in transformers."""
@@ -61,6 +61,14 @@ class DecoderSettings(TypedDict, total=False):
     num_key_value_heads: Count
     # the rotary embedding computes positions in float32, exact up to here
     max_position_embeddings: Annotated[int, Interval(ge=1, le=2**24)]
+
+
+class LoraSettings(TypedDict, total=False):
+    """Settings of peft's `LoraConfig` that are checked early; it has others."""
+
+    r: Count
+    lora_alpha: Positive
+    lora_dropout: Fraction
 
 
 # sizes, each with the setting that divides it

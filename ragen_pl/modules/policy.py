@@ -16,8 +16,6 @@ from torch import Tensor
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.loader import whole_minibatch
 from ragen_pl.data.settings import UpdateSettings
-from ragen_pl.models.adapters import adapter_weights
-from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.models.packed_rows import can_pack
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.models.value_head import StateCritic
@@ -127,7 +125,9 @@ class PolicyModule(LeavesEmptySteps):
 
     def weights(self, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the present weights under the names of their checkpoint; see `EnginePolicy`."""
-        return adapter_weights(self.model) if adapters else checkpoint_weights(self.model)
+        from ragen_pl.models.checkpoint_weights import weights_for_engine
+
+        return weights_for_engine(self.model, adapters=adapters)
 
     def compute(self, work: Callable[[ModelBundle], T]) -> T:
         """Return the result of a function of the present weights; all ranks must call it if they are sharded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,13 +20,6 @@ from ragen_pl.base.constraints import FractionBelowOne
 from ragen_pl.base.distributed import sharded_like, whole
 from ragen_pl.data.batch import Samples
 from ragen_pl.data.settings import UpdateSettings
-from ragen_pl.models.adapters import (
-    adapters_are_new,
-    adapters_off,
-    base_is_changed,
-    has_adapters,
-    only_adapters_are_trained,
-)
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.forward import Readout
 from ragen_pl.modules.optimizers import LOW_PRECISION
@@ -87,7 +81,7 @@ class WithoutAdapters(OtherReference):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[…, vocab]` of hidden states `[…, hidden]`."""
-        with adapters_off(self.policy.bundle.model):
+        with self._adapters_off():
             return self.policy.lm_head(hidden)
 
     def __call__(
@@ -99,8 +93,13 @@ class WithoutAdapters(OtherReference):
         readout: Readout | None = None,
     ) -> Any:
         """Call the policy without its adapters. The arguments are those of `PolicyModule.forward`."""
-        with adapters_off(self.policy.bundle.model):
+        with self._adapters_off():
             return self.policy(samples, images, microbatches=microbatches, readout=readout)
+
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        from ragen_pl.models.adapters import adapters_off
+
+        return adapters_off(self.policy.bundle.model)
 
 
 ReferencePolicy = PolicyModule | OtherReference
@@ -248,6 +247,12 @@ class AdaptersOff:
             ValueError: The model has no adapters, trains other weights too, or its adapters changed the weights under
                 them when they were made.
         """
+        from ragen_pl.models.adapters import (
+            base_is_changed,
+            has_adapters,
+            only_adapters_are_trained,
+        )
+
         name = type(policy.model).__name__
         if not has_adapters(policy.bundle.model):
             raise ValueError(
@@ -285,6 +290,12 @@ class InitialPolicy:
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the reference."""
+        from ragen_pl.models.adapters import (
+            adapters_are_new,
+            base_is_changed,
+            only_adapters_are_trained,
+        )
+
         model = policy.bundle.model
         new = only_adapters_are_trained(model) and adapters_are_new(model)
         if new and not base_is_changed(model):

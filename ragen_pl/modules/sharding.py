@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ragen_pl.base.distributed import all_ranks_do, whole
-from ragen_pl.models.adapters import adapter_weights
-from ragen_pl.models.checkpoint_weights import checkpoint_weights
 
 if TYPE_CHECKING:
     from ragen_pl.engines.protocol import EnginePolicy, RolloutEngine
@@ -129,10 +127,13 @@ class GatheredPolicy:
 
     def weights(self, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the present weights, gathered one layer at a time; see `EnginePolicy`."""
+        from ragen_pl.models.checkpoint_weights import weights_for_engine
+
         state = self._policy.bundle.model.state_dict()
         self._only_adapters = adapters
-        yielded = adapter_weights if adapters else checkpoint_weights
-        self._iterator = yielded(self.bundle.model, value=lambda name: whole(state[name].detach()))
+        self._iterator = weights_for_engine(
+            self.bundle.model, adapters=adapters, value=lambda name: whole(state[name].detach())
+        )
         return self._iterator
 
     @contextmanager

@@ -59,7 +59,7 @@ def start(fit, tmp_path: Path):
 def test_a_model_that_depends_on_the_mode(start, warm_start, monkeypatch, tmp_path) -> None:
     """Before the first step of a warm start, and before the first rollout without one."""
     for switch in ("switch_dropout_off", "switch_modules_off"):
-        monkeypatch.setattr(f"ragen_pl.models.build.{switch}", lambda _: {})
+        monkeypatch.setattr(f"ragen_pl.models.pretrained.{switch}", lambda _: {})
     config = GPT2Config(**WORDS, n_embd=32, n_layer=2, n_head=2, n_positions=300)
     message = start(config, *warm_start)
     assert "model.build: log-probs of the train mode differ by" in message

@@ -22,9 +22,9 @@ from transformers import (
     PretrainedConfig,
 )
 
-from ragen_pl.models import build
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.dropout import switch_dropout_off, switch_modules_off
+from ragen_pl.models.pretrained import log_once
 
 TOKENIZER = FAMILIES["smollm2"].tokenizer()
 WORDS = {"vocab_size": len(TOKENIZER), "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
@@ -61,7 +61,7 @@ def test_train_and_eval_mode_agree(
     plain = AutoModelForCausalLM.from_config(config)
     plain.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    build._log_once.cache_clear()
+    log_once.cache_clear()
     caplog.set_level(logging.INFO)
     model = load_pretrained(str(tmp_path)).model
     (line,) = [record.getMessage() for record in caplog.records]

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.models import build
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.positions import fix_rotary_scaling
+from ragen_pl.models.pretrained import log_once
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.agreement import check_agreement
@@ -99,7 +99,7 @@ def test_frequencies_are_those_of_the_longest_conversation(
     kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, whole = saved(kind(), tmp_path), LONGEST // 2
-    build._log_once.cache_clear()
+    log_once.cache_clear()
     caplog.set_level(logging.INFO)
 
     def lines() -> list[str]:

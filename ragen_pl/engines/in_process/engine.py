@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from ragen_pl.engines.in_process.memory import (
 )
 from ragen_pl.engines.in_process.rules import InProcessRules, no_masks
 from ragen_pl.engines.in_process.sampling import Responses, SamplingParameters
-from ragen_pl.engines.in_process.static_step import StaticBatch, StaticStep
 from ragen_pl.engines.protocol import (
     EngineMemory,
     EnginePolicy,
@@ -50,6 +49,9 @@ from ragen_pl.models.inputs import (
     shown_patches,
 )
 from ragen_pl.models.value_head import StateCritic
+
+if TYPE_CHECKING:
+    from ragen_pl.engines.in_process.static_step import StaticStep
 
 # shortest common prefix of all prompts, in tokens, that is computed once for all
 _SHARE_FROM = 16
@@ -101,7 +103,8 @@ class TransformersEngine(InProcessRules):
         self.tokens_per_read = tokens_per_read
         self._static_wanted = problem is None if static_step is None else static_step
         self._static_everywhere = bool(static_step)
-        self._static = StaticStep(self.bundle, anticipates=cache_bytes is None)
+        self._static: StaticStep | None = None
+        self._critic: StateCritic | None = None
         self.version = -1
         self.sampled_tokens = 0
         self.prefilled_tokens = 0
@@ -138,12 +141,12 @@ class TransformersEngine(InProcessRules):
     @property
     def static_bytes(self) -> int:
         """Bytes of the static step's keys and values, which are there until `sleep`."""
-        return self._static.cache.memory_bytes()
+        return 0 if self._static is None else self._static.cache.memory_bytes()
 
     @property
     def graphs(self) -> int:
         """Number of CUDA graphs, which are there until `sleep`."""
-        return self._static.graphs
+        return 0 if self._static is None else self._static.graphs
 
     @property
     def held_images(self) -> int:
@@ -157,7 +160,7 @@ class TransformersEngine(InProcessRules):
 
     def read_values(self, critic: StateCritic | None) -> None:
         """Fill in the values of all later responses; see `ReadsValues`."""
-        self._static.critic = critic
+        self._critic = critic
 
     def release(self) -> None:
         """Forget all sessions and pending requests."""
@@ -168,7 +171,8 @@ class TransformersEngine(InProcessRules):
     def sleep(self) -> None:
         """Free the cache of the sessions, and the buffers and graphs of the static step."""
         self.release()
-        self._static.free()
+        if self._static is not None:
+            self._static.free()
 
     def close(self) -> None:
         """Free all that `sleep` frees."""
@@ -240,12 +244,20 @@ class TransformersEngine(InProcessRules):
         if held is not None and set(sessions) <= set(held.sessions):
             return held.select(sessions)
         if self._is_static(device):
-            cache = self._static.begin(rows=len(sessions), slots=_slots(requests))
+            cache = self._static_step().begin(rows=len(sessions), slots=_slots(requests))
             return SessionCache.empty(sessions, device=device, cache=cache)
         return SessionCache.empty(sessions, device=device, cache=empty_cache(self.bundle))
 
     def _is_static(self, device: torch.device) -> bool:
         return self._static_everywhere or (self._static_wanted and device.type == "cuda")
+
+    def _static_step(self) -> StaticStep:
+        """Return the step of fixed shapes, which is imported and made at its first use."""
+        if self._static is None:
+            from ragen_pl.engines.in_process.static_step import StaticStep
+
+            self._static = StaticStep(self.bundle, anticipates=self.cache_bytes is None)
+        return self._static
 
     def _prefill_shared(self, held: SessionCache, prompts: Sequence[np.ndarray]) -> None:
         """Compute the common prefix of all prompts once, such as an environment's rules."""
@@ -355,11 +367,14 @@ class TransformersEngine(InProcessRules):
         responses = Responses(limits, eos=bundle.eos_token_ids)
         last, slots = max(limits) - 1, held.valid.shape[1]
         batch: Batch
-        if held.cache is self._static.cache:
+        if self._static is not None and held.cache is self._static.cache:
+            from ragen_pl.engines.in_process.static_step import StaticBatch
+
+            self._static.critic = self._critic
             batch = StaticBatch(self._static, held, sampling, limit=max(limits), keep=keep)
         else:
             batch = GrowingBatch(
-                bundle, held, sampling, limit=max(limits), keep=keep, critic=self._static.critic
+                bundle, held, sampling, limit=max(limits), keep=keep, critic=self._critic
             )
         # the ids that a token is truncated to are of any number: none waits on the device
         per_read = 1 if sampling.truncations else self._tokens_per_read(device)

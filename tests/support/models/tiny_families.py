@@ -26,10 +26,9 @@ from transformers import (
     ProcessorMixin,
 )
 
-from ragen_pl.models.build import _check_family
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.dropout import switch_dropout_off, switch_modules_off
-from ragen_pl.models.pretrained import model_class, sees_images
+from ragen_pl.models.pretrained import check_family, model_class, sees_images
 
 # control tokens of any family with images, by attribute of the tokenizer
 MARKS = {
@@ -567,7 +566,7 @@ def tiny_bundle(name: str, *, images: bool, checked: bool = True) -> ModelBundle
     settings = IMAGE_SETTINGS.get(name, {}) if processor is not None else {}
     bundle = ModelBundle(model.eval(), words, processor, settings, source=name)
     if checked:
-        _check_family(bundle, shows_images=processor is not None)
+        check_family(bundle, shows_images=processor is not None)
     return bundle
 
 
