@@ -1,8 +1,7 @@
-"""Support desk: a scripted customer asks for a refund or a new address, and a policy says what is allowed."""
+"""Support desk: a customer asks for a refund or a new address, and a policy says what is allowed."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Interval
 
-from .base import Probability, Reward, checked_arguments
+from .base import Observation, Probability, Reward, checked_arguments
 from .support_desk_policy import (
     CITIES,
     CUSTOMERS,
@@ -31,8 +30,24 @@ from .support_desk_policy import (
     refund_amount,
     wanted_change,
 )
+from .support_desk_user import (
+    BYE,
+    USER_RULES,
+    Cue,
+    User,
+    instruction,
+    numbers_of,
+    plain_text,
+    random_text,
+    scripted_text,
+    user_errors,
+    user_state,
+    words_of,
+)
 from .tools import ToolEnvironment, ToolError, call_text, tool
 
+CLERK, CUSTOMER = 0, 1
+"""Seats, where the customer is played by a policy."""
 # draws of an order until its verdict is the wanted one, and of policies, of which some forbid nothing
 _DRAWS = 30
 
@@ -52,7 +67,13 @@ class SupportDesk(ToolEnvironment):
     somewhat more than half of the requests are to be refused.
 
     ## Episode End
-    Terminated when the customer has been told the outcome of the last request.
+    Terminated when the customer has been told the outcome of the last request; one in a seat of its own answers that.
+
+    ## The Customer as a Seat
+    With `user=seat` the clerk has seat 0, and a policy plays the customer in seat 1 (a simulated user). It sees its
+    instruction and what the clerk says, and begins. Each of its turns has `info["user_errors"]`, see `UserError`, and
+    costs it `user_error_cost` for each error. The clerk is judged by the customer's instruction, whatever was said. The
+    episode ends with the customer's answer to the last outcome, or with its bye.
 
     ## Arguments
     - `rules`: largest number of rules in the policy, from 1 to 7; the number is drawn, from two on where there are two.
@@ -61,9 +82,14 @@ class SupportDesk(ToolEnvironment):
     - `insist_fraction`: fraction of requests whose first refusal the customer does not accept.
     - `wrong_cost`: see Rewards.
     - `lie_fraction`: fraction of requests in which the customer gives a day, which may be wrong.
+    - `user`: who plays the customer in training, `scripted` or `seat`. `validation_user`: the same in validation (the
+      option `held_out` of a reset). `user_error_cost`: see above.
     """
 
     needs_trust = ()
+    draws_held_out = True
+    option_names = ("held_out",)
+    user_seat = CUSTOMER
 
     rules = (
         "You work at a support desk. The policy comes first, then the customer's request. Find the order, check "
@@ -97,13 +123,21 @@ class SupportDesk(ToolEnvironment):
         insist_fraction: Probability = 0.0,
         lie_fraction: Probability = 0.0,
         wrong_cost: Reward = 0.5,
+        user: User = User.SCRIPTED,
+        validation_user: User = User.SCRIPTED,
+        user_error_cost: Reward = 1.0,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(max_observation_length=1000, render_mode=render_mode)
         self.max_rules, self.request_count, self.order_count = rules, requests, orders
         self.move_fraction, self.grant_fraction = move_fraction, grant_fraction
         self.insist_fraction, self.lie_fraction = insist_fraction, lie_fraction
-        self.wrong_cost = wrong_cost
+        self.wrong_cost, self.user_error_cost = wrong_cost, user_error_cost
+        self._users = (user, validation_user)
+        self.user = user
+        """Who plays the customer in the present episode."""
+        self.mover = CLERK
+        """Seat that is to move."""
         self.policy: dict[Rule, int | str | None] = {}
         self.orders: dict[str, Order] = {}
         self.requests: list[Request] = []
@@ -114,7 +148,8 @@ class SupportDesk(ToolEnvironment):
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Draw a policy, the database and the customer's requests."""
-        self._begin(seed=seed, options=options)
+        options = self._begin(seed=seed, options=options)
+        self.user = self._users[bool(options.get("held_out"))]
         draw = self.np_random
         self.customer = str(draw.choice(CUSTOMERS))
         self.tables = Tables()
@@ -134,7 +169,90 @@ class SupportDesk(ToolEnvironment):
             verdicts = [self._draw_request(each) for each in wanted]
             if all(verdicts):
                 break
-        return f"policy: {policy_text(self.policy)} {self._opening()}", {}
+        self.mover, self._cue = CLERK, Cue.REQUEST
+        self._asked = self._solved = self._begun = False
+        policy = f"policy: {policy_text(self.policy)}"
+        if self.user is User.SCRIPTED:
+            return f"{policy} {self._scripted(Cue.REQUEST)}", {}
+        self.mover = CUSTOMER
+        self._seen = [policy, instruction(self.customer, self.requests)]
+        return self._seen[CUSTOMER], {}
+
+    @property
+    def seats(self) -> int:
+        """Number of seats that the trainer plays."""
+        return 1 if self.user is User.SCRIPTED else 2
+
+    def to_move(self) -> int:
+        """Return the seat that is to move; after the end, the one that moved last."""
+        return self.mover
+
+    def observe(self, seat: int) -> str:
+        """Return what a seat saw last."""
+        return self._seen[seat]
+
+    def seat_instructions(self, seat: int) -> str | None:
+        """Return the rules of the customer, who has no tools; None for the clerk's own."""
+        return USER_RULES if seat == CUSTOMER else None
+
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Carry out a call of the clerk, or hear what a customer in a seat of its own says."""
+        if self.user is User.SCRIPTED:
+            return super().step(action)
+        if self.mover == CUSTOMER:
+            return self._hear(self._take_text(action))
+        seen, reward, _, _, info = super().step(action)
+        if self.mover == CLERK:
+            self._seen[CLERK] = str(seen)
+        del info["reward_parts"]
+        return self._answer(CLERK, reward, info)
+
+    def forfeit(self, seat: int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """End the episode without an outcome, after a response without a valid action."""
+        self._take_text("")
+        self._over = True
+        info: dict[str, Any] = {"action_is_valid": False, "action_is_effective": False}
+        if self.user is User.SCRIPTED:
+            return "", 0.0, True, False, info | {"success": False, "reward_parts": {}}
+        return self._answer(seat, -self.user_error_cost if seat == CUSTOMER else 0.0, info)
+
+    def _hear(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Pass on what the customer says, with its errors."""
+        said = plain_text(text)
+        words = words_of(said)
+        info: dict[str, Any] = {"action_is_valid": bool(words), "action_is_effective": bool(words)}
+        if not words:
+            return self._answer(CUSTOMER, 0.0, info)
+        at = min(self.at, self.request_count - 1)
+        errors = user_errors(
+            said,
+            cue=self._cue,
+            customer=self.customer,
+            requests=self.requests,
+            at=at,
+            asked=self._asked,
+        )
+        self.requests[at].heard_code |= bool(numbers_of(words)[0])
+        self._over = BYE in words or self._cue is Cue.END
+        if not self._over:
+            policy = "" if self._begun else f"{self._seen[CLERK]} "
+            self.mover, self._begun = CLERK, True
+            self._seen[CLERK] = self._cut(f"{policy}{self.customer}: {said}")
+        info["user_errors"] = [str(error) for error in errors]
+        return self._answer(CUSTOMER, -self.user_error_cost * len(errors), info)
+
+    def _answer(
+        self, seat: int, reward: float, info: dict[str, Any]
+    ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Return the result of a seat's step; both seats solve the task together."""
+        rewards = [0.0, 0.0]
+        rewards[seat] = reward
+        info |= {
+            "success": self._solved,
+            "seat_rewards": rewards,
+            "seat_success": [self._solved, self._solved],
+        }
+        return self._seen[self.mover], reward, self._over, False, info
 
     @tool
     def find(self, item: str) -> str:
@@ -175,22 +293,38 @@ class SupportDesk(ToolEnvironment):
     def say(self, text: str) -> str:
         """Speak to the customer: ask for the code, or tell the outcome."""
         self._calls += 1
-        words = re.findall(r"[^\W_]+", text.casefold())
+        cue = self._told(words_of(text))
+        if self.user is User.SCRIPTED:
+            if cue is Cue.END:
+                self.end(success=self._solved)
+            return self._scripted(cue)
+        self.mover, self._cue = CUSTOMER, cue
+        self._asked |= cue is Cue.CODE
+        self._seen[CUSTOMER] = self._cut(f"clerk: {plain_text(text)}")
+        return ""
+
+    def _told(self, words: list[str]) -> Cue:
+        """Judge what the clerk says, and return what the customer has to answer."""
         outcomes = {word for word in words if word in (REFUNDED, MOVED, REFUSED)}
         request = self._request
         if not outcomes:
-            if Rule.CODE in words:
-                request.heard_code = True
-                return f"{self.customer}: code {request.code}"
-            return f"{self.customer}: and my {request.item}?"
+            return Cue.CODE if Rule.CODE in words else Cue.OTHER
         if outcomes == {REFUSED} and request.insists:
             request.insists = False
-            return f"{self.customer}: please make an exception."
-        return self._decide(outcomes, words)
+            return Cue.EXCEPTION
+        self._decide(outcomes, words)
+        return Cue.REQUEST if self.at < self.request_count else Cue.END
+
+    def _scripted(self, cue: Cue) -> str:
+        request = self._request
+        request.heard_code |= cue is Cue.CODE
+        return f"{self.customer}: {scripted_text(cue, request)}"
 
     def describe(self) -> str:
-        """Describe the known facts of the request: the order, and what the policy says about it."""
+        """Describe the known facts of the request, or what a customer in a seat of its own has to answer."""
         request = self._request
+        if self.mover == CUSTOMER:
+            return user_state(self._cue, request)
         if not request.found:
             return f"{'move' if request.city else 'refund'} {request.item}"
         order = self.order_of(request)
@@ -207,15 +341,21 @@ class SupportDesk(ToolEnvironment):
         orders = [astuple(order) for order in self.orders.values()]
         requests = [astuple(request) for request in self.requests]
         record = f"{sorted(self._unchecked)} {self._harm} {self._all_right}"
-        return f"{self.policy} {self.customer} {orders} {requests} {self.tables} {self.at} {self._calls} {record}"
+        key = f"{self.policy} {self.customer} {orders} {requests} {self.tables} {self.at} {self._calls} {record}"
+        if self.user is User.SCRIPTED:
+            return key
+        said = f"{self.mover} {self._cue} {self._asked} {self._solved} {self._begun} {self._seen}"
+        return f"{key} {said}"
 
     def difficulty(self) -> int:
         """Return the number of rules of the policy."""
         return len(self.policy)
 
     def optimal_action(self, rng: np.random.Generator) -> str:
-        """Return the next step of a clerk who follows the policy."""
+        """Return the next step of a clerk who follows the policy, or what the scripted customer says."""
         request = self._request
+        if self.mover == CUSTOMER:
+            return scripted_text(self._cue, request)
         if not request.found:
             return call_text("find", item=request.item)
         order = self.order_of(request)
@@ -230,6 +370,10 @@ class SupportDesk(ToolEnvironment):
         if request.city:
             return call_text("move", order=order.id, city=request.city)
         return call_text("refund", order=order.id, amount=amount)
+
+    def random_action(self, rng: np.random.Generator) -> str:
+        """Return a call of any tool, or something that a customer may say."""
+        return random_text(rng) if self.mover == CUSTOMER else super().random_action(rng)
 
     def argument_values(self, argument: str) -> list[Any]:
         """Return items, orders, amounts, cities and things to say."""
@@ -257,13 +401,6 @@ class SupportDesk(ToolEnvironment):
     def _request(self) -> Request:
         return self.requests[min(self.at, len(self.requests) - 1)]
 
-    def _opening(self) -> str:
-        request = self._request
-        wish = f"move my {request.item} to {request.city}" if request.city else ""
-        wish = wish or f"refund my {request.item}"
-        claim = f", it is day {request.day}" if request.day is not None else ""
-        return f"{self.customer}: {wish}{claim}"
-
     def _order(self, name: str) -> Order:
         if name not in self.orders:
             raise ToolError("no such order")
@@ -287,7 +424,7 @@ class SupportDesk(ToolEnvironment):
         self.reward(database=self.wrong_cost * (self._harm - harm) / self.request_count)
         self._harm = harm
 
-    def _decide(self, outcomes: set[str], words: list[str]) -> str:
+    def _decide(self, outcomes: set[str], words: list[str]) -> None:
         request, half = self._request, 0.5 / self.request_count
         broken, order = self.broken_rules(request), self.order_of(request)
         done = {entry for entry in self.tables.entries() if entry[1] == order.id}
@@ -309,10 +446,8 @@ class SupportDesk(ToolEnvironment):
         loss = self.wrong_cost / self.request_count
         self.reward(database=earned, said=half if true else -loss)
         self.at += 1
-        if self.at < self.request_count:
-            return self._opening()
-        self.end(success=bool(self._all_right and not self._harm))
-        return f"{self.customer}: bye"
+        self._asked = False
+        self._solved = bool(self.at == self.request_count and self._all_right and not self._harm)
 
     def _draw_policy(self) -> dict[Rule, int | str | None]:
         draw = self.np_random

@@ -377,6 +377,8 @@ class Trajectory:
         seats: Number of seats of the game; 1 in an environment without several.
         opponent: Name of the earlier policy in the other seats, see `Opponents`; None where they are the present
             policy's, or there are none.
+        user_errors: Errors in each turn of the episode's simulated user, who may have another seat; empty without one.
+        is_user: Whether these are the simulated user's own turns.
     """
 
     group: int
@@ -401,11 +403,13 @@ class Trajectory:
     seat: int = 0
     seats: int = 1
     opponent: str | None = None
+    user_errors: list[list[str]] = field(default_factory=list)
+    is_user: bool = False
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         # as in `Turn`
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
-        added |= {"seat": 0, "seats": 1, "opponent": None}
+        added |= {"seat": 0, "seats": 1, "opponent": None, "user_errors": [], "is_user": False}
         added |= dict.fromkeys(("final_roles", "final_state_key", "final_potential", "environment"))
         for name, value in (added | state[1]).items():
             setattr(self, name, value)
@@ -414,6 +418,11 @@ class Trajectory:
     def game(self) -> int:
         """Index of the group of games, which its seats share; `group` where there is one seat."""
         return self.group // self.seats
+
+    @property
+    def user_erred(self) -> bool:
+        """Whether the episode's simulated user has made an error."""
+        return any(self.user_errors)
 
     @property
     def says_success(self) -> bool | None:

@@ -85,6 +85,7 @@ class Record(TypedDict):
     error: NotRequired[str | None]
     initial_state: NotRequired[str | None]
     environment: NotRequired[str | None]
+    user_errors: NotRequired[list[list[str]]]
 
 
 @cache
@@ -244,6 +245,7 @@ def to_record(
         "difficulty": trajectory.difficulty,
         "error": trajectory.error,
         "environment": trajectory.environment,
+        "user_errors": trajectory.user_errors,
         "turns": turns,
         "final_images": images.names(trajectory.final_images) if images else [],
     }

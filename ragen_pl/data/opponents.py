@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ragen_pl.algorithms.task_sampling import drawn_tasks, probabilities_of
 from ragen_pl.base.checked import checked
-from ragen_pl.base.constraints import Count, Fraction, FractionBelowOne, PositiveFraction
+from ragen_pl.base.constraints import Count, CountOrZero, Fraction, FractionBelowOne, PositiveFraction
 from ragen_pl.base.distributed import sum_over_ranks
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.rollout_module import RolloutModule
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import RolloutEngine
+from ragen_pl.metrics.rollout import RolloutStatistics, user_metrics
 from ragen_pl.rollout.responders import Responder, Response
 from ragen_pl.rollout.turns import Episode
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
@@ -83,6 +84,7 @@ class Opponents:
         size: Number of snapshots that are kept; the oldest leaves. Checkpoints hold the weights of all.
         files: Checkpoints of the same model that stay in the pool.
         initial: Whether the run's initial weights are the first snapshot.
+        seat: The policy's seat in games with an opponent; None for the seats in turn.
         rule: By which win rates become probabilities.
         floor: Part of a uniform distribution, without which one that was beaten once would not be played again.
         decay: Weight that a win rate keeps when games of an iteration are added.
@@ -98,6 +100,7 @@ class Opponents:
     size: Count = 8
     files: Sequence[str] = ()
     initial: bool = True
+    seat: CountOrZero | None = None
     rule: OpponentRule = "uniform"
     floor: Fraction = 0.1
     decay: FractionBelowOne = 0.5
@@ -114,6 +117,7 @@ class Opponents:
         self._present: Opponent | None = None
         self._groups = 1
         self._games, self._score = 0.0, 0.0
+        self._user_metrics: dict[str, float] = {}
 
     def add_file(self, weights: dict[str, Tensor]) -> None:
         """Add the weights of the next of `files`."""
@@ -131,6 +135,10 @@ class Opponents:
         """
         if seats == 1:
             raise ValueError(_ONE_SEAT)
+        if seats is not None and self.seat is not None and self.seat >= seats:
+            raise ValueError(
+                f"opponents.seat={self.seat}: the environment has seats={seats}; give one from 0 to {seats - 1}"
+            )
         wrong = next((key for key, value in others.items() if value), None)
         if wrong is not None:
             raise ValueError(
@@ -183,7 +191,9 @@ class Opponents:
         """
         # less the noise of a product
         before, after = (int(self.fraction * (game % self._groups + n) + 1e-9) for n in (0, 1))
-        return None if after == before else before % seats
+        if after == before:
+            return None
+        return before % seats if self.seat is None else self.seat
 
     def responder(self, policy: Responder, opponent: Responder) -> OpponentResponder:
         """Return the responder of a rollout of the present policy and of the iteration's opponent."""
@@ -230,14 +240,21 @@ class Opponents:
         scores = [_score(seat, games[key]) for key, seat in seats.items() if seat is not None]
         counts = torch.tensor([len(scores), sum(scores)], dtype=torch.float64)
         self._games, self._score = sum_over_ranks(counts).tolist()
+        # of all episodes, those in which the policy had no turn too
+        statistics = RolloutStatistics()
+        statistics.update(played)
+        self._user_metrics = user_metrics(statistics.compute())
         if self._games:
             rate, before = self._score / self._games, self._present.win_rate
             keeps = 0.0 if before is None else self.decay
             self._present.win_rate = keeps * (before or 0.0) + (1.0 - keeps) * rate
 
     def metrics(self) -> dict[str, float]:
-        """Return the games against the iteration's opponent, the win rate in them and that against each of the pool."""
-        metrics = {"opponent_games": self._games}
+        """Return the games against the iteration's opponent, the win rate in them and that against each of the pool.
+
+        Those of a simulated user are of all episodes, whoever plays it.
+        """
+        metrics = {"opponent_games": self._games, **self._user_metrics}
         if self._games:
             metrics["opponent_win_rate"] = self._score / self._games
         rates = {one.name: one.win_rate for one in self.pool if one.win_rate is not None}

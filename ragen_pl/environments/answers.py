@@ -42,6 +42,7 @@ class Step:
         info: What came in addition.
         seat_rewards: Reward of each seat, empty where there is one.
         seat_success: Whether each seat has solved its task.
+        user_errors: Errors of the simulated user in its turn; None in a step without a turn of one.
     """
 
     raw: object
@@ -56,6 +57,7 @@ class Step:
     info: dict[str, Any]
     seat_rewards: Sequence[float] = ()
     seat_success: Sequence[bool] = ()
+    user_errors: list[str] | None = None
 
     @property
     def reward_terms(self) -> dict[str, float]:
@@ -143,6 +145,18 @@ class AnswerReader:
             info=info,
             seat_rewards=seat_rewards,
             seat_success=seat_success,
+            user_errors=self._user_errors(info.get("user_errors")),
+        )
+
+    def _user_errors(self, names: object) -> list[str] | None:
+        """Return the names of a simulated user's errors."""
+        if names is None:
+            return None
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            return [*names]
+        raise TypeError(
+            f"{self.target} returned info['user_errors']={shortened(names)}; expected a list of the names of the "
+            "simulated user's errors, empty where it made none"
         )
 
     def _of_seats(

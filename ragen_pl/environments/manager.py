@@ -33,6 +33,8 @@ from ragen_pl.trajectory import EpisodeStatus, Observation
 
 _MAX_REDRAWS = 200
 _PENALTY = 0.05
+FORM_ERROR = "form"
+"""Error of a simulated user whose response has no valid action."""
 # the creation of an environment imports libraries and may start programs
 CREATION_FACTOR = 10.0
 # a longer wait is more than the system's clocks take
@@ -271,8 +273,8 @@ class EnvironmentManager:
                 slot.fail(outcome)
         return [None if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
 
-    def instructions(self, slot: EnvironmentSlot) -> str:
-        """Return the rules of a slot's environment and those of the response's form."""
+    def instructions(self, slot: EnvironmentSlot, *, seat: int = 0) -> str:
+        """Return the rules of a seat of a slot's environment and those of the response's form."""
         form = format_instructions(
             self.prompt_format,
             max_actions=self.max_actions_per_turn,
@@ -284,13 +286,16 @@ class EnvironmentManager:
         # a chat template shows the tools itself
         rules = slot.members.rules if self.tools(slot) else slot.members.instructions
         rules = rules if self.rules is None else self.rules
-        return f"{rules} {form}".strip()
+        of_seat = slot.members.seat_instructions(seat) if slot.seats > 1 else None
+        return f"{of_seat or rules} {form}".strip()
 
-    def tools(self, slot: EnvironmentSlot) -> Sequence[Mapping[str, Any]] | None:
-        """Return the schemas of a slot's tools, None where responses are not in the model's own format."""
+    def tools(self, slot: EnvironmentSlot, *, seat: int = 0) -> Sequence[Mapping[str, Any]] | None:
+        """Return the schemas of a seat's tools, None where responses are not in the model's own format."""
         if self.prompt_format is not PromptFormat.NATIVE:
             return None
-        return slot.members.tool_schemas if slot.error is None else ()
+        if slot.error is not None or (slot.seats > 1 and slot.members.seat_instructions(seat)):
+            return ()
+        return slot.members.tool_schemas
 
     def _reset(self, slot: EnvironmentSlot) -> int:
         """Begin an episode in a state that it may begin in; return how many others were drawn before."""
@@ -375,6 +380,8 @@ class EnvironmentManager:
         result.valid = False
         result.reward_terms["format"] = -self.penalty(slot.members)
         result.observation = slot.observation
+        if slot.seat == slot.user_seat:
+            result.user_errors.append([FORM_ERROR])
         if ends and self.invalid_ends and result.status is None:
             if slot.members.forfeits:
                 _add_step(result, self.reader.take(slot, slot.members.forfeit(slot.seat)))
@@ -405,6 +412,8 @@ def _add_step(result: TurnResult, step: Step) -> None:
     before = result.seat_rewards or [0.0] * len(step.seat_rewards)
     result.seat_rewards = [old + new for old, new in zip(before, step.seat_rewards, strict=True)]
     result.seat_success = [*step.seat_success]
+    if step.user_errors is not None:
+        result.user_errors.append(step.user_errors)
     result.success, result.info = step.success, step.info
 
 

@@ -131,6 +131,22 @@ class EnvironmentMembers:
         return seen
 
     @property
+    def user_seat(self) -> int | None:
+        """The seat of a simulated user, where there are several; None without one."""
+        declared = getattr(self._environment, "user_seat", None)
+        if declared is None or (
+            isinstance(declared, int | np.integer) and 0 <= declared < self.seats
+        ):
+            return declared
+        raise TypeError(
+            f"found user_seat={shortened(declared)}, expected None or a seat from 0 to {self.seats - 1}"
+        )
+
+    def seat_instructions(self, seat: int) -> str | None:
+        """Return the rules of a seat that has its own and no tools; None for `instructions`."""
+        return self._call("seat_instructions", str, seat)
+
+    @property
     def forfeits(self) -> bool:
         """Whether it has a `forfeit`."""
         return hasattr(self._environment, "forfeit")

@@ -63,6 +63,7 @@ class TurnResult:
         answer: What came of the answer to a program's request.
         seat_rewards: Reward of each seat, empty where there is one.
         seat_success: Whether each seat has solved its task, empty where there is one.
+        user_errors: Errors in each turn of a simulated user.
     """
 
     observation: Observation | None = None
@@ -78,6 +79,7 @@ class TurnResult:
     answer: AnswerOutcome = field(default_factory=AnswerOutcome)
     seat_rewards: list[float] = field(default_factory=list)
     seat_success: list[bool] = field(default_factory=list)
+    user_errors: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,6 +102,7 @@ class EnvironmentSlot:
         turn: Number of turns played, those of all seats.
         seats: Number of seats, each with a conversation of its own.
         seat: The seat that is to move.
+        user_seat: The seat of a simulated user; None where the policy plays none.
         seat_observations: What each seat sees, where there are several.
         error: The environment's error; a slot with an error is not used again.
         cause: What that error is blamed on.
@@ -121,6 +124,7 @@ class EnvironmentSlot:
     turn: int = 0
     seats: int = 1
     seat: int = 0
+    user_seat: int | None = None
     seat_observations: list[Observation] = field(default_factory=list)
     error: str | None = None
     cause: FailureCause | None = None
@@ -176,6 +180,7 @@ class SlotReader:
         slot.reward_range = members.reward_range
         slot.difficulty = members.difficulty()
         slot.seats = members.seats
+        slot.user_seat = members.user_seat if slot.seats > 1 else None
         self._observe(slot, raw)
 
     def take(self, slot: EnvironmentSlot, answer: object) -> Step:

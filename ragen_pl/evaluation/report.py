@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.phases import wide_console
-from ragen_pl.metrics.shown import VALIDATED
+from ragen_pl.metrics.shown import SIMULATED_USER, VALIDATED
 
 POLICY, BLANK_IMAGES, WARM_START = "policy", "blank images", "warm start"
 """Names in the tables of the trained policy, of the same with blank images, and of its warm start."""
@@ -32,7 +32,11 @@ def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
     # the success has an interval
     (success, _, _), *others = VALIDATED[:4]
     labels = [success, *(label for label, _, _ in others)]
-    head = ["validation set", "policy", *labels, *passes]
+    played = [
+        metrics for one in validation_sets.values() for metrics in one["policies"].values()
+    ]
+    users = SIMULATED_USER if any("user_errors" in metrics for metrics in played) else ()
+    head = ["validation set", "policy", *labels, *passes, *(label for label, _, _ in users)]
     rows = []
     for name, validation_set in validation_sets.items():
         for number, policy in enumerate(policies(validation_set)):
@@ -44,6 +48,7 @@ def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
                     proportion(metrics, "success"),
                     *(_decimal(metrics, metric, digits) for _, metric, digits in others),
                     *(proportion(metrics, pass_name) for pass_name in passes),
+                    *(_decimal(metrics, metric, digits) for _, metric, digits in users),
                 ]
             )
     return head, rows

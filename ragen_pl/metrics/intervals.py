@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ragen_pl.metrics.proportions import Proportion, wilson
 from ragen_pl.metrics.rollout import rollout_metrics
+from ragen_pl.metrics.shown import SIMULATED_USER
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 _ROLLOUT_METRICS = (
@@ -82,8 +83,8 @@ def validation_metrics(
     if states is not None:
         metrics["distinct_states"] = float(len(states))
     metrics |= {name: rollout[name] for name in _ROLLOUT_METRICS if not math.isnan(rollout[name])}
-    if "success_reported" in rollout:
-        metrics["success_reported"] = rollout["success_reported"]
+    reported = ("success_reported", *(name for _, name, _ in SIMULATED_USER))
+    metrics |= {name: rollout[name] for name in reported if name in rollout}
     failed = rollout["failed_episodes"] > 0
     for k in pass_ks:
         counted = [samples for samples in groups if len(samples) >= k or not failed]

@@ -63,6 +63,11 @@ _SUMS = (
     "hinted",
     "requests",
     "joined",
+    "user_turns",
+    "user_errors",
+    "user_episodes",
+    "without_user_errors",
+    "successes_without_user_errors",
     *(f"not_joined_{reason}" for reason in DIFFERENCES),
 )
 
@@ -92,6 +97,9 @@ METRICS: Final = (
     "joined_fraction",
     "hinted_fraction",
     "success_reported",
+    "user_errors",
+    "without_user_errors",
+    "success_without_user_errors",
 )
 """Names of the metrics that `RolloutStatistics.compute` returns, which the config reads from the source."""
 
@@ -134,8 +142,9 @@ class RolloutStatistics(NamedSums):
     def __init__(self, *, over_ranks: bool = True) -> None:
         super().__init__(_SUMS, over_ranks=over_ranks)
         self._over_ranks = over_ranks
-        # by name; ranks may see different parts
+        # by name; ranks may see different ones
         self._reward_parts: dict[str, float] = {}
+        self._user_errors: dict[str, float] = {}
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:  # type: ignore[override]
         """Count these trajectories."""
@@ -159,6 +168,8 @@ class RolloutStatistics(NamedSums):
         sums["groups"] += len(spreads)
         sums["group_std"] += float(sum(spreads))
         sums["solved_groups"] += sum(len(group_returns[group]) > 1 for group in solved)
+        for trajectory in _with_user(trajectories):
+            self._add_user(sums, trajectory)
         super().update(sums)
 
     def compute(self) -> dict[str, float]:
@@ -170,6 +181,9 @@ class RolloutStatistics(NamedSums):
         `group_success` is the fraction of groups of several episodes with one that was solved: pass@k for groups of k.
         `hinted_fraction` is the fraction of turns whose prompt a teacher reads with a hint.
         `truncated` is the fraction of episodes that a limit from outside cut, such as that of the context.
+        `user_errors` is the fraction of a simulated user's turns with an error, `user_error/<kind>` that with an error
+        of a kind, `without_user_errors` the fraction of episodes whose user made none, and
+        `success_without_user_errors` the success in these.
         `reward/<name>` is the mean over episodes of a named part of the environment's reward. `not_joined_<reason>` is
         the number of programs' requests that were rendered as a whole, by the first of `DIFFERENCES`.
         """
@@ -202,6 +216,9 @@ class RolloutStatistics(NamedSums):
             "group_success": ("solved_groups", "groups"),
             "joined_fraction": ("joined", "requests"),
             "hinted_fraction": ("hinted", "teacher_prompts"),
+            "user_errors": ("user_errors", "user_turns"),
+            "without_user_errors": ("without_user_errors", "user_episodes"),
+            "success_without_user_errors": ("successes_without_user_errors", "without_user_errors"),
         }
         metrics |= {
             name: ratio(total[summed], total[count])
@@ -216,15 +233,28 @@ class RolloutStatistics(NamedSums):
             metrics["samples_per_episode"] = ratio(total["requests"] - total["joined"], episodes)
         not_joined = {f"not_joined_{reason}" for reason in DIFFERENCES}
         metrics |= {name: total[name] for name in sorted(not_joined) if total[name]}
+        metrics |= {
+            f"user_error/{kind}": ratio(count, total["user_turns"])
+            for kind, count in self._over_all(self._user_errors).items()
+        }
         return metrics | {
             f"reward/{name}": ratio(amount, episodes)
-            for name, amount in sorted(self._all_reward_parts().items())
+            for name, amount in self._over_all(self._reward_parts).items()
         }
 
     def reset(self) -> None:
         """Forget all trajectories."""
         super().reset()
-        self._reward_parts = {}
+        self._reward_parts, self._user_errors = {}, {}
+
+    def _add_user(self, sums: dict[str, float], trajectory: Trajectory) -> None:
+        sums["user_turns"] += len(trajectory.user_errors)
+        sums["user_errors"] += sum(map(bool, trajectory.user_errors))
+        sums["user_episodes"] += 1
+        sums["without_user_errors"] += not trajectory.user_erred
+        sums["successes_without_user_errors"] += trajectory.success and not trajectory.user_erred
+        for kind in (kind for turn in trajectory.user_errors for kind in turn):
+            self._user_errors[kind] = self._user_errors.get(kind, 0.0) + 1.0
 
     def _add_reward_parts(self, turn: Turn) -> None:
         for term, amount in turn.reward_terms.items():
@@ -232,10 +262,10 @@ class RolloutStatistics(NamedSums):
                 name = term.removeprefix(REWARD_PART)
                 self._reward_parts[name] = self._reward_parts.get(name, 0.0) + amount
 
-    def _all_reward_parts(self) -> dict[str, float]:
-        every = gather_over_ranks(self._reward_parts) if self._over_ranks else [self._reward_parts]
-        names = {name for parts in every for name in parts}
-        return {name: math.fsum(parts.get(name, 0.0) for parts in every) for name in names}
+    def _over_all(self, amounts: dict[str, float]) -> dict[str, float]:
+        every = gather_over_ranks(amounts) if self._over_ranks else [amounts]
+        names = sorted({name for one in every for name in one})
+        return {name: math.fsum(one.get(name, 0.0) for one in every) for name in names}
 
 
 def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:
@@ -248,6 +278,20 @@ def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:
     sums["says_no_success"] += trajectory.says_success is False
     sums["return"] += trajectory.reward
     sums["return_square"] += trajectory.reward**2
+
+
+def _with_user(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return one trajectory of each episode with a simulated user, the agent's where it has had a turn."""
+    episodes: dict[tuple[int, int], Trajectory] = {}
+    for one in sorted(trajectories, key=lambda one: not one.is_user):
+        if one.user_errors and one.status is not EpisodeStatus.FAILED:
+            episodes[one.game, one.member] = one
+    return list(episodes.values())
+
+
+def user_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return those of a simulated user."""
+    return {name: value for name, value in metrics.items() if "user_error" in name}
 
 
 def _add_turn(sums: dict[str, float], turn: Turn) -> None:

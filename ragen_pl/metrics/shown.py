@@ -14,11 +14,19 @@ VALIDATED = (
 )
 """Columns of tables of policies on a validation set: label, metric, digits."""
 
+SIMULATED_USER = (
+    ("user errors", "user_errors", 3),
+    ("episodes without", "without_user_errors", 3),
+    ("success in these", "success_without_user_errors", 3),
+)
+"""Columns of those tables where a policy has played with a simulated user."""
+
 PROGRESS = (
     ("success", "rollout/success", 3),
     ("return", "rollout/return", 3),
     ("valid actions", "rollout/valid_actions", 3),
     ("entropy", "rollout/entropy", 3),
+    ("user errors", "rollout/user_errors", 3),
     ("validation success", "val/success", 3),
     ("truncated", "rollout/truncated", 3),
     ("skipped steps", "update/skipped_steps", 0),
@@ -56,6 +64,7 @@ CHARTS = (
     ("Responses at their length limit", _played("overlong_responses"), _FRACTION),
     ("Truncated episodes", _played("truncated"), _FRACTION),
     ("Failed episodes", _played("failed_episodes"), None),
+    ("Turns of the simulated user with an error", _played("user_errors"), _FRACTION),
     ("Seconds by phase", [(f"time/{phase}_s", phase) for phase in PHASES], None),
 )
 """Charts of the live view: title, lines (metric and label), and the axis if it is fixed."""

@@ -240,8 +240,10 @@ def ask(slot: EnvironmentSlot, *, screen: Screen, max_actions: int = 1) -> list[
     """Show the present state and ask a person for the turn's actions; None when they stop."""
     assert slot.observation is not None
     screen.console.rule(f"turn {slot.turn + 1}", align="left")
-    if slot.turn == 0 and slot.members.instructions:
-        screen.console.print(slot.members.instructions, markup=False, highlight=False)
+    rules = slot.members.seat_instructions(slot.seat) if slot.seats > 1 else None
+    rules = rules or slot.members.instructions
+    if slot.turn == 0 and rules:
+        screen.console.print(rules, markup=False, highlight=False)
     screen.state(slot.observation.images, slot.observation.text)
     names = slot.action_names
     offers = (

@@ -146,20 +146,25 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         _agree_on_seats(slots)
         for number, slot in enumerate(slots):
             manager = self.environments.of(slot)
-            instructions, tools = manager.instructions(slot), manager.tools(slot)
-            start = partial(self.context.start, instructions, tools=tools)
-            conversations = [start() for _ in range(slot.seats)]
+            starts = [
+                partial(
+                    self.context.start,
+                    manager.instructions(slot, seat=seat),
+                    tools=manager.tools(slot, seat=seat),
+                )
+                for seat in range(slot.seats)
+            ]
             has_teacher = self.hint is not None and responder.samples
             episode = Episode(
                 number=number,
                 slot=slot,
                 seats=[
                     Seat(
-                        conversation=one,
-                        trajectory=new_trajectory(slot, one, seat=seat),
+                        conversation=(conversation := start()),
+                        trajectory=new_trajectory(slot, conversation, seat=seat),
                         teacher=start() if has_teacher else None,
                     )
-                    for seat, one in enumerate(conversations)
+                    for seat, start in enumerate(starts)
                 ],
                 turn=ActionTurn(),
                 prompt_format=manager.prompt_format,

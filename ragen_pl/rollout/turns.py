@@ -246,6 +246,7 @@ def new_trajectory(
         error=slot.error,
         system_prompt_length=len(conversation.system_prompt_ids),
         environment=slot.spec.environment,
+        is_user=seat == slot.user_seat,
     )
 
 
@@ -313,8 +314,10 @@ def _charged(terms: Mapping[str, float], *, trained: bool) -> dict[str, float]:
 def pay_seats(episode: Episode, result: TurnResult) -> None:
     """Add what a turn brought the other seats to their last turns; one without a turn is owed it for its first.
 
-    The turn has been added to the trajectory of its own seat.
+    The errors of a simulated user count in all seats. The turn has been added to the trajectory of its own seat.
     """
+    for seat in episode.seats:
+        seat.trajectory.user_errors += result.user_errors
     own = episode.seats[episode.seat]
     if own.owed and own.trajectory.turns:
         add_terms(own.trajectory.turns[-1], {"environment": own.owed})

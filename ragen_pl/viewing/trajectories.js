@@ -116,12 +116,14 @@ function headingOf(episode) {
 function episodeOf(episode) {
   const facts = [`${episode.turns.length} turn${episode.turns.length === 1 ? "" : "s"}`, `return ${number(episode.return, 2)}`,
     episode.status.replace("_", " "), episode.difficulty === null ? "" : `difficulty ${episode.difficulty}`];
+  const userErrors = (episode.user_errors || []).flat();
   const finals = episode.final_images.map((name) => image(name, "state after the last turn")).filter(Boolean);
   return make("article", { class: "episode" },
     make("header", {}, make("h3", { title: `seed ${episode.seed}` }, headingOf(episode)),
       make("b", { class: episode.success ? "good" : "bad" }, outcomeOf(episode)),
       ...facts.filter(Boolean).map((fact) => make("span", { class: "soft" }, fact))),
     episode.error ? make("p", { class: "bad" }, visible(episode.error)) : null,
+    userErrors.length ? make("p", { class: "bad" }, `errors of the simulated user: ${visible(userErrors.join(", "))}`) : null,
     ...episode.turns.map(turnOf),
     finals.length ? make("div", { class: "final" }, make("span", { class: "soft" }, "end"), ...finals) : null);
 }
