@@ -1,12 +1,13 @@
-"""A teacher behind vLLM servers, which tells the log-probs of the policy's tokens alone."""
+"""A teacher behind vLLM servers, which tells the log-probs of the policy's tokens and of its own most likely ids."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import aiohttp
 import torch
@@ -30,17 +31,21 @@ from ragen_pl.engines.vllm_server.server import (
     address,
     pause,
 )
+from ragen_pl.models.distribution import TopLogprobs
 from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.policy import PolicyModule, TokenScores
-from ragen_pl.modules.reference import OtherReference, ReferencePolicy
+from ragen_pl.modules.reference import ReferencePolicy, ServedReference
 
 if TYPE_CHECKING:
     from ragen_pl.data.batch import Samples
     from ragen_pl.models.bundle import ModelBundle
 
 _KEY = "algorithm.loss.kl.reference"
-# of an answer: vLLM writes about 150 bytes for a token
+T = TypeVar("T")
+# of an answer: vLLM writes about 150 bytes for an id of a position
 _FLOOR_BYTES, _BYTES_PER_TOKEN = 2**20, 1024
+# log-probs and sums of probabilities that are 0 and 1 but for rounding, and the smallest probability besides 1
+_ROUNDING, _SMALLEST = 1e-3, 2.0**-23
 
 
 @checked
@@ -49,8 +54,9 @@ class TeacherServer:
     """Teacher for on-policy distillation that vLLM servers serve, with the policy's tokenizer.
 
     It scores the policy's exact ids, never a text, by `/v1/completions` with `prompt_logprobs`, at temperature 1 and
-    over its whole vocabulary. So it can be the reference of estimators that read the sampled tokens: `k2`, or `k1` in
-    the reward with `TeacherRatio`. Ids that the policy never samples keep their probability there. Texts only.
+    over its whole vocabulary. So it can be the reference of estimators that read the sampled tokens, `k2` or `k1` in
+    the reward with `TeacherRatio`, and of divergences over its own `top_k` most likely ids and one outcome for all
+    others. Ids that the policy never samples keep their probability, but for those among the `top_k`. Texts only.
 
     Attributes:
         urls: Addresses of servers that serve the same model, as `vllm serve MODEL` starts them.
@@ -85,24 +91,33 @@ class TeacherServer:
         self._servers().check(policy)
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that the loss reads no more than the server tells.
+        """Check that the loss reads no more than the servers tell.
 
         Raises:
-            ValueError: It does.
+            ValueError: It does, or a server does not tell so many ids.
         """
         kl = facts.loss.kl if isinstance(facts.loss, UpdateLoss) else None
         if kl is not None and kl.estimator.over_vocabulary:
-            raise ValueError(
-                f"algorithm.loss.kl.estimator={kl.estimator}: a server tells the log-probs of the sampled tokens "
-                "alone; set k2, or place=reward with k1 and the estimator "
-                "ragen_pl.algorithms.advantages.teacher_ratio.TeacherRatio"
-            )
+            if kl.top is None or not kl.top.of_reference:
+                raise ValueError(
+                    f"algorithm.loss.kl.estimator={kl.estimator} with top_k={kl.top_k} and top_k_of={kl.top_k_of}: a "
+                    "server tells the log-probs of its own most likely ids and of the sampled tokens alone; set "
+                    "top_k=20 and top_k_of=reference, or estimator=k2, or place=reward with k1 and the estimator "
+                    "ragen_pl.algorithms.advantages.teacher_ratio.TeacherRatio"
+                )
+            if kl.weights is not None and kl.weights.confidence:
+                raise ValueError(
+                    "algorithm.loss.kl.weights.confidence=true: it is read from the reference's whole distributions, "
+                    "which a server does not tell; set algorithm.loss.kl.weights.confidence=false"
+                )
         check_estimator(facts)
         if facts.temperature != 1.0 or facts.truncates:
             raise ValueError(
                 f"{_KEY}: a server scores at temperature 1 and over all ids, and the policy samples otherwise; set "
                 "rollout.temperature=1.0 rollout.top_p=null rollout.top_k=null rollout.min_p=null"
             )
+        if kl is not None and kl.top is not None:
+            self._servers().check_number(kl.top.number)
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the teacher. It is asked when it is called."""
@@ -118,7 +133,7 @@ class TeacherServer:
         return _Servers([*map(address, self.urls)], self.concurrency, self.timeout_s)
 
 
-class ServedTeacher(OtherReference):
+class ServedTeacher(ServedReference):
     """Teacher as a reference policy, whose scores come from servers."""
 
     def __init__(self, policy: PolicyModule, servers: _Servers) -> None:
@@ -139,16 +154,58 @@ class ServedTeacher(OtherReference):
         Raises:
             RolloutError: A server gives none within its time.
         """
+        logprobs = torch.zeros(samples.input_ids.shape)
+        own = self._read(samples, lambda known, token: known[token], number=0)
+        logprobs[samples.turn.cpu() >= 0] = torch.tensor(own)
+        logprobs = logprobs.to(samples.input_ids.device)
+        return TokenScores(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+
+    def top_logprobs(self, samples: Samples, number: int) -> TopLogprobs:
+        """Return the log-probs of the teacher's most likely ids at each sampled token, by token number, on the CPU.
+
+        Those that the policy never samples have probability 0, and the others are scaled to a sum of 1. If all are
+        such ids, the sampled one is in their place.
+
+        Raises:
+            RolloutError: A server gives none within its time.
+        """
+        banned, count = {*self.bundle.banned_token_ids}, self.bundle.logit_count
+        distributions = self._read(
+            samples,
+            lambda known, token: most_likely(
+                known, token, number, lambda one: one < count and one not in banned
+            ),
+            number=number,
+        )
+        order = samples.token[samples.turn >= 0].cpu().argsort()
+        ids = torch.tensor([own for own, _ in distributions], dtype=torch.int32)
+        logprobs = torch.tensor([own for _, own in distributions], dtype=torch.float32)
+        return TopLogprobs(
+            ids.view(len(order), number)[order], logprobs.view(len(order), number + 1)[order]
+        )
+
+    def _read(
+        self, samples: Samples, read: Callable[[dict[int, float], int], T], *, number: int
+    ) -> list[T]:
+        """Return what is read of the known log-probs by id and the id of each sampled token, row after row."""
+        sampled = samples.turn >= 0
         rows = [
-            samples.input_ids[row, : int(samples.length[row])].tolist()
+            (
+                samples.input_ids[row, : int(samples.length[row])].tolist(),
+                sampled[row].nonzero().flatten().tolist(),
+            )
             for row in range(len(samples))
         ]
-        logprobs = torch.zeros(samples.input_ids.shape)
-        for row, scores in enumerate(self._servers.scores(rows)):
-            logprobs[row, : len(scores)] = torch.tensor(scores)
-        logprobs = logprobs.to(samples.input_ids.device)
-        logprobs = torch.where(samples.turn >= 0, logprobs, 0.0)
-        return TokenScores(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+
+        def read_row(answer: Any, row: int) -> list[T]:
+            ids, columns = rows[row]
+            found = answer["choices"][0]["prompt_logprobs"]
+            if len(found) != len(ids):
+                raise ValueError(f"{len(found)} positions of {len(ids)}")
+            return [read(_finite(found[column]), ids[column]) for column in columns]
+
+        parts = self._servers.read([ids for ids, _ in rows], read_row, number=number)
+        return [one for part in parts for one in part]
 
 
 @dataclass(slots=True)
@@ -161,13 +218,31 @@ class _Servers:
 
     def check(self, bundle: ModelBundle) -> None:
         """Check the tokenizer of each."""
+        self._check(lambda server: check_tokenizer(server, bundle, key=f"{_KEY}.urls"))
 
+    def check_number(self, number: int) -> None:
+        """Check that each tells so many ids of a position."""
+
+        async def ask(server: Server) -> None:
+            body = _request(await _name(server), [0, 0], number)
+            try:
+                await server.call("POST", "/v1/completions", body, timeout_s=self.timeout_s)
+            except RequestFailedError as error:
+                if error.status != 400:
+                    raise
+                raise RefusedError(
+                    f"algorithm.loss.kl.top_k={number}: {server.url} does not tell so many ids ({error}); start it "
+                    f"with --max-logprobs {number}, or set a smaller top_k"
+                ) from error
+
+        self._check(ask)
+
+    def _check(self, look: Callable[[Server], Awaitable[None]]) -> None:
         async def work() -> None:
             async with aiohttp.ClientSession() as session:
                 for url in self.urls:
-                    server = Server(url, session, self.timeout_s)
                     try:
-                        await check_tokenizer(server, bundle, key=f"{_KEY}.urls")
+                        await look(Server(url, session, self.timeout_s))
                     except RequestFailedError as error:
                         raise RefusedError(
                             f"{_KEY}.urls: {url} is no vLLM server ({error}); start one with vllm serve"
@@ -182,21 +257,30 @@ class _Servers:
         except RefusedError as error:
             raise ConfigError(str(error)) from error
 
-    def scores(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-prob of each id after those before it, 0 for the first."""
+    def read(
+        self, rows: Sequence[Sequence[int]], read: Callable[[Any, int], T], *, number: int
+    ) -> list[T]:
+        """Return what is read of the answer for the ids of each row and of its place.
 
-        async def work() -> list[list[float]]:
+        Args:
+            rows: Ids.
+            read: Reads an answer; a `LookupError`, `TypeError` or `ValueError` says that it is unlike vLLM's.
+            number: Number of most likely ids whose log-probs are told at each id, besides its own.
+        """
+
+        async def work() -> list[T]:
             turns = asyncio.Semaphore(self.concurrency * len(self.urls))
             async with aiohttp.ClientSession() as session:
                 servers = [Server(url, session, self.timeout_s) for url in self.urls]
                 names = await asyncio.gather(*(_name(server) for server in servers))
                 pairs = [*zip(servers, names, strict=True)]
 
-                async def scored(number: int, ids: Sequence[int]) -> list[float]:
+                async def answer(place: int, ids: Sequence[int]) -> T:
                     async with turns:
-                        return await self._row(pairs[number % len(pairs) :] + pairs, number, ids)
+                        own = pairs[place % len(pairs) :] + pairs
+                        return await self._row(own, place, ids, read, number=number)
 
-                tasks = [asyncio.create_task(scored(n, ids)) for n, ids in enumerate(rows)]
+                tasks = [asyncio.create_task(answer(n, ids)) for n, ids in enumerate(rows)]
                 try:
                     return await asyncio.gather(*tasks)
                 finally:
@@ -213,33 +297,45 @@ class _Servers:
             ) from error
 
     async def _row(
-        self, pairs: Sequence[tuple[Server, str]], number: int, ids: Sequence[int]
-    ) -> list[float]:
+        self,
+        pairs: Sequence[tuple[Server, str]],
+        place: int,
+        ids: Sequence[int],
+        read: Callable[[Any, int], T],
+        *,
+        number: int,
+    ) -> T:
         clock = asyncio.get_running_loop().time
         ends, attempt = clock() + self.timeout_s, 0
         while True:
             server, name = pairs[attempt % len(pairs)]
-            body: Json = {
-                **{"model": name, "prompt": [*ids], "max_tokens": 1, "temperature": 0.0},
-                "prompt_logprobs": 0,
-            }
             left = ends - clock()
             try:
                 answer = await server.call(
                     "POST",
                     "/v1/completions",
-                    body,
+                    _request(name, ids, number),
                     timeout_s=max(left, 1.0),
-                    max_bytes=_FLOOR_BYTES + _BYTES_PER_TOKEN * len(ids),
+                    max_bytes=_FLOOR_BYTES + _BYTES_PER_TOKEN * len(ids) * (1 + number),
                 )
-                return _scores(answer, ids)
+                try:
+                    return read(answer, place)
+                except (LookupError, TypeError, ValueError) as error:
+                    raise InvalidAnswerError(f"an answer unlike vLLM's ({error})") from error
             except ServerError as error:
                 # a request that one server refuses, another of the same model refuses too
                 refuses = isinstance(error, RequestFailedError) and error.refuses
                 if refuses or clock() >= ends:
                     raise
-                await pause(attempt, "teacher", number, timeout_s=self.timeout_s)
+                await pause(attempt, "teacher", place, timeout_s=self.timeout_s)
                 attempt += 1
+
+
+def _request(name: str, ids: Sequence[int], number: int) -> Json:
+    return {
+        **{"model": name, "prompt": [*ids], "max_tokens": 1, "temperature": 0.0},
+        "prompt_logprobs": number,
+    }
 
 
 async def _name(server: Server) -> str:
@@ -251,21 +347,36 @@ async def _name(server: Server) -> str:
         raise InvalidAnswerError(f"{server.url} names no model") from error
 
 
-def _scores(answer: Any, ids: Sequence[int]) -> list[float]:
-    """Return the log-probs of ids in an answer.
+def _finite(position: Any) -> dict[int, float]:
+    """Return the log-probs of a position by id."""
+    known = {int(token): float(about["logprob"]) for token, about in position.items()}
+    if not all(math.isfinite(one) and one <= _ROUNDING for one in known.values()):
+        raise ValueError("log-probs that are none")
+    return known
 
-    Raises:
-        InvalidAnswerError: One is missing, or is none.
+
+def most_likely(
+    known: Mapping[int, float], token: int, number: int, is_possible: Callable[[int], bool]
+) -> tuple[list[int], list[float]]:
+    """Return the most likely ids, and the log-probs of them and of all others; see `ServedTeacher.top_logprobs`.
+
+    Args:
+        known: Log-probs by id, of the most likely ids and of the token.
+        token: The token.
+        number: Number of the most likely ids.
+        is_possible: Whether the policy can sample an id.
     """
-    try:
-        found = answer["choices"][0]["prompt_logprobs"]
-        pairs = zip(found[1:], ids[1:], strict=True)
-        scores = [float(at[str(token)]["logprob"]) for at, token in pairs]
-    except (LookupError, TypeError, ValueError) as error:
-        raise InvalidAnswerError(f"an answer unlike vLLM's ({error})") from error
-    if not all(math.isfinite(score) and score <= 1e-3 for score in scores):
-        raise InvalidAnswerError("log-probs that are none")
-    return [0.0, *scores]
+    top = nlargest(number, known, key=known.__getitem__)
+    ids = [one for one in top if is_possible(one)] or [token]
+    inside = {one: math.exp(known[one]) for one in {*top, *ids}}
+    others = 1.0 - sum(inside.values())
+    if others < -_ROUNDING:
+        raise ValueError("probabilities with a sum above 1")
+    # float32 tells no smaller one from 0
+    others = max(others, _SMALLEST)
+    total = math.log(others + sum(inside[one] for one in ids))
+    ids += ids[:1] * (number - len(ids))
+    return ids, [known[one] - total for one in ids] + [math.log(others) - total]
 
 
 def _in_thread(work: Any) -> Any:

@@ -197,7 +197,11 @@ class TrajectoryBatch:
     hinted: Samples | None = None
     """The same responses behind the prompts of a teacher that reads hints, until it has scored them."""
     reference: Tensor | None = None
-    """The reference policy's log-probs of the sampled tokens, float32 `[tokens]`, or its states `[tokens, hidden]`."""
+    """The reference policy's log-probs of the sampled tokens, float32 `[tokens]`, or its states `[tokens, hidden]`, or
+    its log-probs of `reference_ids` and of all others together, float32 `[tokens, k + 1]`."""
+    reference_ids: Tensor | None = None
+    """The reference's most likely ids at the sampled tokens, int32 `[tokens, k]`, if their log-probs are all that is
+    known of it; see `TopLogprobs`."""
     kl_weight: Tensor | None = None
     """Weight of the divergence at the sampled tokens, float32 `[tokens]`; None for 1 each."""
     entropy: float = 0.0
@@ -312,6 +316,8 @@ class Minibatch:
     """bool `[4]`, whether the step's loss, value, KL and text tokens, whose counts are at least 1, are any."""
     kl_weight: Tensor | None = None
     """float32 `[tokens]`, weight of the divergence at the sampled tokens, row after row; None for 1 each."""
+    reference_ids: Tensor | None = None
+    """int32 `[tokens, k]`, see `TrajectoryBatch`, row after row."""
 
     @property
     def non_padding(self) -> Tensor:

@@ -176,11 +176,11 @@ class MinibatchLoader:
         """Return one of the minibatches, counted from 0; the position stays."""
         part, batch = self._plan[number], self.batch
         samples = _selected(batch.samples, part)
-        reference, kept_ids = batch.reference, batch.kept_ids
-        tokens = samples.token[samples.turn >= 0]
-        if reference is not None:
-            reference = reference[tokens]
-        kl_weight = None if batch.kl_weight is None else batch.kl_weight[tokens]
+        tokens, kept_ids = samples.token[samples.turn >= 0], batch.kept_ids
+        reference, reference_ids, kl_weight = (
+            None if each is None else each[tokens]
+            for each in (batch.reference, batch.reference_ids, batch.kl_weight)
+        )
         if kept_ids is not None:
             kept_ids = kept_ids.select(tokens)
         counts = self._counts[number // self.accumulate]
@@ -189,6 +189,7 @@ class MinibatchLoader:
             samples=samples,
             images=_keep_own_images(samples, batch.images),
             reference=reference,
+            reference_ids=reference_ids,
             kl_weight=kl_weight,
             entropy=batch.entropy,
             kept_ids=kept_ids,

@@ -44,6 +44,7 @@ from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.models.norms import fuse_norms
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.optimizers import OptimizerFactory, fuse
+from ragen_pl.modules.reference import ServedReference
 from ragen_pl.modules.separate_gradients import SeparateGradients
 
 MAX_ROWS = 16
@@ -350,18 +351,23 @@ def vocabulary_of(agent: AgentModule) -> int:
 def minibatch_of(agent: AgentModule, workload: Workload) -> Minibatch:
     """Return a microbatch of the update, with the divergence's reference if the loss needs one."""
     samples = samples_of(agent.policy.bundle, workload, rows=workload.rows)
-    tokens, reference = workload.rows * workload.sampled, None
+    tokens, reference, ids = workload.rows * workload.sampled, None, None
     kl = agent.loss.kl
     if kl is not None and kl.coefficient:
         full = kl.estimator.over_vocabulary
         assert agent.reference is not None
         width = agent.reference.bundle.hidden_size
+        if full and isinstance(agent.reference, ServedReference):
+            assert kl.top is not None
+            width = kl.top.number + 1
+            ids = torch.zeros(tokens, kl.top.number, dtype=torch.int32)
         reference = torch.zeros(tokens, width) if full else torch.zeros(tokens)
     count = torch.tensor(float(tokens))
     return Minibatch(
         samples=samples,
         images=images_of(workload, rows=workload.rows),
         reference=reference,
+        reference_ids=ids,
         entropy=0.0,
         loss_tokens=count,
         value_tokens=count,

@@ -51,6 +51,15 @@ class TopTokens(NamedTuple):
     of_reference: bool
 
 
+class TopLogprobs(NamedTuple):
+    """What is known of a reference's distributions: some ids, and all others as one outcome."""
+
+    ids: Tensor
+    """Whole numbers `[tokens, k]`; a distribution of which fewer are known repeats one of them."""
+    logprobs: Tensor
+    """Log-probabilities of the ids and then of all others together, `[tokens, k + 1]`."""
+
+
 class DistributionScores(NamedTuple):
     """Scores of distributions over the vocabulary, float32 `[tokens]`, float64 for logits in float64."""
 
@@ -68,7 +77,7 @@ def score_distributions(
     *,
     temperature: Tensor,
     banned: Tensor,
-    reference: Tensor | None = None,
+    reference: Tensor | TopLogprobs | None = None,
     reverse: bool = False,
     top: TopTokens | None = None,
     entropy_gradient: bool = True,
@@ -85,9 +94,10 @@ def score_distributions(
         tokens: int64 `[tokens]`.
         temperature: `[tokens, 1]`.
         banned: Ids of probability 0, int64.
-        reference: Logits of the reference, `[tokens, vocab]`, without gradient and overwritten too.
+        reference: Logits of the reference, `[tokens, vocab]`, without gradient and overwritten too; or what is known of
+            its distributions, after temperature and bans.
         reverse: Whether the divergence is KL(distribution ‖ reference) instead of KL(reference ‖ distribution).
-        top: Ids that the divergence tells apart, where all others are one outcome; None for all.
+        top: Ids that the divergence from logits tells apart, where all others are one outcome; None for all.
         entropy_gradient: Whether the entropy has a gradient.
         kept: Ids that the distributions are restricted to, the reference's too; None for all.
     """
@@ -111,7 +121,7 @@ class _DistributionScores(torch.autograd.Function):
         tokens: Tensor,
         temperature: Tensor,
         banned: Tensor,
-        reference: Tensor | None,
+        reference: Tensor | TopLogprobs | None,
         reverse: bool,
         top: TopTokens | None,
         entropy_gradient: bool,
@@ -122,9 +132,15 @@ class _DistributionScores(torch.autograd.Function):
         kl = slope = None
         entropy = -torch.exp(log_probs, out=scratch).mul_(log_probs).sum(-1)
         if reference is not None:
-            difference, slope = _log_softmax(reference, temperature, banned, kept)
-            if top is not None:
-                with_bucket(difference, log_probs, top=top, scratch=slope)
+            known = None
+            if isinstance(reference, TopLogprobs):
+                known, difference, slope = reference, *map(torch.empty_like, [log_probs] * 2)
+            else:
+                difference, slope = _log_softmax(reference, temperature, banned, kept)
+                if top is not None:
+                    known = top_logprobs(difference, log_probs, top=top, scratch=slope)
+            if known is not None:
+                with_bucket(known, log_probs, out=difference, scratch=slope)
             if reverse:
                 torch.exp(log_probs, out=slope)
                 kl = slope.mul_(difference.neg_().add_(log_probs)).sum(-1)
@@ -160,41 +176,59 @@ class _DistributionScores(torch.autograd.Function):
         return gradient.to(ctx.dtype), *(None for _ in range(8))
 
 
-def with_bucket(
+def top_logprobs(
     reference: Tensor, log_probs: Tensor, *, top: TopTokens, scratch: Tensor | None = None
-) -> Tensor:
-    """Spread the reference's probability outside the top ids as the distribution's own is spread, in place.
+) -> TopLogprobs:
+    """Return the reference's log-probabilities of the top ids and of all others together.
 
-    With p the distribution, q the reference, S the top ids and p_R, q_R the probabilities outside S, it is q in S and
+    Args:
+        reference: Log-probabilities `[tokens, vocab]`.
+        log_probs: Log-probabilities of the distribution, likewise.
+        top: The ids, of equally likely ones any.
+        scratch: A tensor of the same shape to write on; None for a new one.
+    """
+    count = min(top.number, log_probs.shape[-1])
+    ids = (reference if top.of_reference else log_probs).topk(count).indices
+    others = _outside(reference, ids, scratch).log()
+    return TopLogprobs(ids, torch.cat([reference.gather(-1, ids), others], dim=-1))
+
+
+def with_bucket(
+    reference: TopLogprobs,
+    log_probs: Tensor,
+    *,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """Spread the reference's probability outside the known ids as the distribution's own is spread.
+
+    With p the distribution, q the reference, S the known ids and p_R, q_R the probabilities outside S, it is q in S and
     `q_R p / p_R` elsewhere. The divergences from it, and their gradients with it held constant, are those of the
     distributions over S and one more outcome for all other ids. Without that outcome a reverse divergence would fall
     as the distribution leaves S.
 
     Args:
-        reference: Log-probabilities `[tokens, vocab]`, overwritten.
-        log_probs: Log-probabilities of the distribution, likewise.
-        top: The ids, of equally likely ones any.
-        scratch: A tensor of the same shape to write on; None for a new one.
+        reference: Known log-probabilities of `[tokens]` distributions.
+        log_probs: Log-probabilities of the distributions `[tokens, vocab]`.
+        out: A tensor of that shape for the result; None for a new one.
+        scratch: Another to write on; None for a new one.
 
     Returns:
-        `reference`.
+        `[tokens, vocab]`.
 
-    >>> own, other = torch.tensor([[0.5, 0.4, 0.1]]).log(), torch.tensor([[0.5, 0.1, 0.4]]).log()
-    >>> with_bucket(other, own, top=TopTokens(1, of_reference=False)).exp()
+    >>> known = TopLogprobs(torch.tensor([[0]]), torch.tensor([[0.5, 0.5]]).log())
+    >>> with_bucket(known, torch.tensor([[0.5, 0.4, 0.1]]).log()).exp()
     tensor([[0.5000, 0.4000, 0.1000]])
     """
-    count = min(top.number, log_probs.shape[-1])
-    ids = (reference if top.of_reference else log_probs).topk(count).indices
-    inside = reference.gather(-1, ids)
+    ids, logprobs = reference.ids.long(), reference.logprobs.to(log_probs.dtype)
+    shift = logprobs[:, -1:] - _outside(log_probs, ids, scratch).log()
+    return torch.add(log_probs, shift, out=out).scatter_(-1, ids, logprobs[:, :-1])
 
-    def outside(of: Tensor) -> Tensor:
-        return torch.exp(of, out=scratch).scatter_(-1, ids, 0.0).sum(-1, keepdim=True)
 
-    shift = (
-        outside(reference).clamp(min=_SMALLEST).log()
-        - outside(log_probs).clamp(min=_SMALLEST).log()
-    )
-    return torch.add(log_probs, shift, out=reference).scatter_(-1, ids, inside)
+def _outside(log_probs: Tensor, ids: Tensor, scratch: Tensor | None) -> Tensor:
+    """Return the probability of all other ids than these, `[tokens, 1]`."""
+    probabilities = torch.exp(log_probs, out=scratch).scatter_(-1, ids, 0.0)
+    return probabilities.sum(-1, keepdim=True).clamp(min=_SMALLEST)
 
 
 def _log_softmax(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ragen_pl.data.batch import Samples
-from ragen_pl.models.distribution import DistributionScores, TopTokens, score_distributions
+from ragen_pl.models.distribution import (
+    DistributionScores,
+    TopLogprobs,
+    TopTokens,
+    score_distributions,
+)
 from ragen_pl.models.inputs import (
     DecoderInputs,
     EncodedImages,
@@ -259,14 +264,23 @@ class Head(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStates:
-    """Hidden states of a reference policy that predict sampled tokens, and its head."""
+    """Hidden states of a reference policy that predict sampled tokens, and its head, or what is known without them."""
 
     head: Head
     hidden: Tensor
-    """`[tokens, hidden]`."""
+    """`[tokens, hidden]`, or `TopLogprobs.logprobs` of `ids`."""
+    ids: Tensor | None = None
+    """`TopLogprobs.ids`; None for states."""
     reverse: bool = False
-    top: TopTokens | None = None
     """Whether the divergence is KL(policy ‖ reference) instead of KL(reference ‖ policy)."""
+    top: TopTokens | None = None
+    """Ids that a divergence from the head's logits tells apart; None for all."""
+
+    def select(self, tokens: Tensor) -> ReferenceStates:
+        """Return those of these tokens, int64 `[selected]`."""
+        own = tokens.to(self.hidden.device)
+        ids = None if self.ids is None else self.ids[own]
+        return replace(self, hidden=self.hidden[own], ids=ids)
 
 
 def tokens_per_chunk(bundle: ModelBundle, logits_mib: float) -> int:
@@ -338,17 +352,18 @@ def score_states(
         temperature: Tensor,
         kept: KeptIds | None,
         states: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> DistributionScores:
-        logits = None
+        given: Tensor | TopLogprobs | None = None
         if reference is not None and states is not None:
             with torch.no_grad():
-                logits = reference.head.lm_head(states)
+                given = reference.head.lm_head(states) if ids is None else TopLogprobs(ids, states)
         return score_distributions(
             bundle.lm_head(hidden),
             tokens,
             temperature=temperature[:, None],
             banned=bundle.banned(hidden.device),
-            reference=logits,
+            reference=given,
             reverse=reference is not None and reference.reverse,
             top=None if reference is None else reference.top,
             entropy_gradient=entropy_gradient,
@@ -358,7 +373,8 @@ def score_states(
     columns: list[Sequence[Any]] = [each.split(chunk) for each in (hidden, tokens, temperature)]
     columns.append([None] * len(columns[0]) if kept is None else kept.split(chunk))
     if reference is not None:
-        columns.append(reference.hidden.to(hidden.device).split(chunk))
+        known = (reference.hidden, reference.ids)
+        columns += [each.to(hidden.device).split(chunk) for each in known if each is not None]
     chunks = zip(*columns, strict=True)
     if recompute and torch.is_grad_enabled():
         parts = [checkpoint(score, *part, use_reentrant=False) for part in chunks]

@@ -6,7 +6,7 @@ In a plain `Trainer` it learns conversations by cross-entropy. Inside the agent 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -254,8 +254,7 @@ class TokenReadout:
             at = (states.rows, states.columns)
             reference = self.reference
             if reference is not None:
-                own = numbers[at].to(reference.hidden.device)
-                reference = replace(reference, hidden=reference.hidden[own])
+                reference = reference.select(numbers[at])
             kept_ids = None
             if self.kept_ids is not None:
                 kept_ids = self.kept_ids.select(numbers[at]).to(states.hidden.device)

@@ -19,6 +19,7 @@ from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import TURNS, PreparationStatistics
+from ragen_pl.models.distribution import TopLogprobs
 from ragen_pl.models.truncation import KeptIds
 from ragen_pl.modules.credit import assign_credit, kl_penalty, write_credit
 from ragen_pl.modules.masking import (
@@ -109,6 +110,8 @@ def prepare_batch(
         read, batch.hinted = batch.hinted, None
         its_microbatches = with_equal_count(split_for_scoring(read.length, tokens_per_forward))
     reference = scorer.vocabulary_reference(read, batch.images, microbatches=its_microbatches)
+    if isinstance(reference, TopLogprobs):
+        batch.reference_ids, reference = reference
     in_reward = loss.kl is not None and loss.kl.changes_rewards
     scores = None
     if score:
@@ -274,7 +277,9 @@ def _kl_weight(
     kl, samples = scorer.loss.kl, batch.samples
     if kl is None or kl.weights is None or reference is None or token_masks.kl is None:
         return None
-    entropy = scorer.reference_entropy(samples, reference, kept_ids=batch.kept_ids)
+    entropy = samples.temperature.new_zeros(len(reference))
+    if kl.weights.confidence:
+        entropy = scorer.reference_entropy(samples, reference, kept_ids=batch.kept_ids)
     sampled = samples.turn >= 0
     order = samples.token[sampled].argsort()
     of_kl = layout.scatter(token_masks.kl, like=samples.loss_mask)

@@ -21,6 +21,7 @@ from ragen_pl.base.distributed import sharded_like, whole
 from ragen_pl.data.batch import Samples
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.distribution import TopLogprobs
 from ragen_pl.modules.forward import Readout
 from ragen_pl.modules.optimizers import LOW_PRECISION
 from ragen_pl.modules.policy import PolicyModule, TokenScores
@@ -100,6 +101,19 @@ class WithoutAdapters(OtherReference):
         from ragen_pl.models.adapters import adapters_off
 
         return adapters_off(self.policy.bundle.model)
+
+
+class ServedReference(OtherReference):
+    """Model behind a server, which tells log-probs alone."""
+
+    @abstractmethod
+    def top_logprobs(self, samples: Samples, number: int) -> TopLogprobs:
+        """Return the log-probs of its most likely ids at each sampled token, by token number, on the CPU.
+
+        Args:
+            samples: Sequences.
+            number: Number k of the ids.
+        """
 
 
 ReferencePolicy = PolicyModule | OtherReference

@@ -13,13 +13,13 @@ from ragen_pl.algorithms.kl import KLEstimator
 from ragen_pl.data.batch import Minibatch, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.models.distribution import score_distributions
+from ragen_pl.models.distribution import TopLogprobs, score_distributions
 from ragen_pl.models.truncation import KeptIds, Truncation
 from ragen_pl.modules.critic import CriticModule, last_values, score_together
 from ragen_pl.modules.forward import ReferenceStates, tokens_per_chunk
 from ragen_pl.modules.losses import ReferenceKL, UpdateLoss
 from ragen_pl.modules.policy import PolicyModule, StateReadout, TokenReadout, TokenScores
-from ragen_pl.modules.reference import ReferencePolicy
+from ragen_pl.modules.reference import ReferencePolicy, ServedReference
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
@@ -81,23 +81,26 @@ class Scorer:
             batch.samples,
             batch.images,
             microbatches=batch.microbatches,
-            reference=self.reference_states(batch.reference),
+            reference=self.reference_states(batch.reference, batch.reference_ids),
             entropy_gradient=self.loss.entropy_weight(batch.entropy) != 0,
             kept_ids=batch.kept_ids,
             text=self.loss.trains_text,
         )
 
-    def reference_states(self, scores: Tensor | None) -> ReferenceStates | None:
+    def reference_states(
+        self, scores: Tensor | None, ids: Tensor | None = None
+    ) -> ReferenceStates | None:
         """Return the reference's states and head if the divergence is over the vocabulary.
 
         Args:
             scores: Return value of `vocabulary_reference` or `token_reference`.
+            ids: The most likely ids, where `scores` are their log-probs.
         """
         kl = self.loss.kl
         if scores is None or self.reference is None or kl is None or scores.ndim == 1:
             return None
         reverse = kl.estimator is KLEstimator.FULL_REVERSE
-        return ReferenceStates(self.reference, scores, reverse=reverse, top=kl.top)
+        return ReferenceStates(self.reference, scores, ids, reverse=reverse, top=kl.top)
 
     def bootstrap(self, batch: TrajectoryBatch, *, tokens_per_forward: int) -> None:
         """Set the value of the state after the last turn of truncated episodes. All ranks must call it."""
@@ -118,19 +121,22 @@ class Scorer:
 
     def vocabulary_reference(
         self, samples: Samples, images: Sequence[Tensor], *, microbatches: list[Tensor]
-    ) -> Tensor | None:
+    ) -> Tensor | TopLogprobs | None:
         """Return the reference's states by token number, `[tokens, hidden]`, for a divergence over the vocabulary.
 
-        Log-probs of the whole vocabulary would take up to a hundred times their memory. None for other divergences,
-        and if there is no penalty at present.
+        Log-probs of the whole vocabulary would take up to a hundred times their memory. Of a reference behind a server,
+        return those of its most likely ids. None for other divergences, and if there is no penalty at present.
 
         Raises:
-            RolloutError: The states take more than `REFERENCE_GIB`.
+            RolloutError: The states take more than `REFERENCE_GIB`, or a server gives no scores.
         """
         if self.reference is None or self.loss.kl is None or self.loss.kl.coefficient == 0:
             return None
         if not self.loss.reads_reference_head:
             return None
+        if isinstance(self.reference, ServedReference):
+            assert self.loss.kl.top is not None
+            return self.reference.top_logprobs(samples, self.loss.kl.top.number)
         _check_reference_size(samples, self.reference.bundle, self.loss.kl)
         states: Tensor = self.reference(
             samples, images, microbatches=microbatches, readout=StateReadout()

@@ -278,7 +278,9 @@ def in_type(step: RecordedStep, dtype: str | None) -> RecordedStep:
     kind: torch.dtype = getattr(torch, dtype)
     minibatches = [
         minibatch
-        if minibatch.reference is None or minibatch.reference.ndim == 1
+        if minibatch.reference is None
+        or minibatch.reference.ndim == 1
+        or minibatch.reference_ids is not None
         else replace(minibatch, reference=minibatch.reference.to(kind))
         for minibatch in step.minibatches
     ]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.kl import full_kl
 from ragen_pl.models.distribution import (
+    TopLogprobs,
     TopTokens,
     draw,
     entropy,
@@ -88,7 +89,20 @@ def test_scores_and_gradients_are_those_of_the_plain_computation(
     torch.testing.assert_close(gradient(scores, own), gradient(plain, leaf), rtol=1e-4, atol=1e-5)
 
 
-def divergence_of(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def known_of(given: dict) -> TopLogprobs:
+    """Return what a server tells of a teacher: the log-probs of its most likely ids, of which one comes again."""
+    logprobs = log_distribution(
+        torch.tensor(given["teacher_logits"], dtype=torch.float64),
+        temperature=torch.tensor(given["temperature"])[:, None],
+        banned=torch.tensor(given["banned"], dtype=torch.int64),
+    )
+    known, ids = logprobs.topk(min(given["k"], logprobs.shape[1]))
+    rest = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=1e-7).log()
+    ids = torch.cat([ids, ids[:, :1]], dim=1).int()
+    return TopLogprobs(ids, torch.cat([known, known[:, :1], rest], dim=1).float())
+
+
+def divergence_of(given: dict, *, served: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of a student as a leaf, and their divergence from the teacher at each token."""
     leaf = torch.tensor(given["student_logits"]).requires_grad_()
     scores = score_distributions(
@@ -96,7 +110,7 @@ def divergence_of(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
         torch.zeros(len(leaf), dtype=torch.int64),
         temperature=torch.tensor(given["temperature"])[:, None],
         banned=torch.tensor(given["banned"], dtype=torch.int64),
-        reference=torch.tensor(given["teacher_logits"]),
+        reference=known_of(given) if served else torch.tensor(given["teacher_logits"]),
         reverse=given["direction"] == "reverse",
         top=TopTokens(given["k"], given["support"] == "teacher") if "k" in given else None,
     )
@@ -104,12 +118,14 @@ def divergence_of(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in GOLDEN if case["kind"] in ("opd_full", "opd_topk")]
+    ("case", "served"),
+    [(case, False) for case in GOLDEN if case["kind"] in ("opd_full", "opd_topk")]
+    + [(case, True) for case in GOLDEN if case["inputs"].get("support") == "teacher"],
 )
-def test_divergence_and_gradient_of_the_reference(case):
+def test_divergence_and_gradient_of_the_reference(case, served):
     """Both directions, with temperatures, banned ids and weights of tokens, over all ids or the most likely ones."""
     given, expected = case["inputs"], case["outputs"]
-    leaf, divergence = divergence_of(given)
+    leaf, divergence = divergence_of(given, served=served)
     weight = torch.tensor(given["weight"])
     loss = aggregate(
         divergence[None], weight[None], how=Aggregation.TOKEN_MEAN, tokens=weight.sum(), sequences=1

@@ -130,6 +130,7 @@ def build_minibatch(batch: TrajectoryBatch) -> Minibatch:
         minibatch,
         samples=copied(batch.samples),
         reference=batch.reference,
+        reference_ids=batch.reference_ids,
         kept_ids=batch.kept_ids,
         kl_weight=batch.kl_weight,
     )

@@ -52,6 +52,8 @@ class Server(ThreadingHTTPServer):
         self.transfer: dict | None = {"backend": BACKEND}
         self.lora: dict | None = {"max_lora_rank": 16}
         self.chunked = False
+        # of `--max-logprobs`, and ids to which a teacher gives no probability
+        self.max_logprobs, self.impossible = 20, list[int]()
         self.version = "default"
         self.paused = False
         self.weights: dict = {}
@@ -181,8 +183,14 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {"data": [{"id": "teacher"}]}
 
     def v1_completions(self, body: dict) -> tuple[int, object]:
-        """Score a prompt of ids, as `prompt_logprobs=0` asks for."""
-        assert body["model"] == "teacher" and body["prompt_logprobs"] == 0
+        """Score a prompt of ids: at each position its own one, and then the most likely ones."""
+        assert body["model"] == "teacher"
+        number, limit = body["prompt_logprobs"], self.server.max_logprobs
+        if number > limit:
+            message = (
+                f"Requested prompt logprobs of {number}, which is greater than max allowed: {limit}"
+            )
+            return 400, {"error": {"message": message}}
         self.server.asked.append(body)
         if self.server.faults:
             fault = self.server.faults.pop(0)
@@ -191,9 +199,15 @@ class Handler(BaseHTTPRequestHandler):
             )
         ids = torch.tensor([body["prompt"]])
         with self.server.lock, torch.no_grad():
-            logprobs = self.server.bundle.model(ids).logits[0].log_softmax(-1)
+            logits = self.server.bundle.model(ids).logits[0]
+            logits[:, self.server.impossible] = -torch.inf
+            # as vLLM writes those of impossible ids
+            logprobs = logits.log_softmax(-1).clamp(min=-9999.0)
         scores = [
-            {str(token): {"logprob": float(logprobs[place, token])}}
+            {
+                str(one): {"logprob": float(logprobs[place, one])}
+                for one in (token, *logprobs[place].topk(number).indices.tolist())
+            }
             for place, token in enumerate(body["prompt"][1:])
         ]
         return 200, {"choices": [{"prompt_logprobs": [None, *scores]}]}
