@@ -9,12 +9,29 @@ from operator import itemgetter
 from reprlib import Repr
 from typing import Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import (
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
 FIRST_FAULT = Field(fail_fast=True)
 """Metadata of a list: the items behind a wrong one are not read, so that the work for an error is small."""
+
+
+def _or_none(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:
+        return None
+
+
+OR_NONE = WrapValidator(_or_none)
+"""Metadata of a part that is read as None where it has another type."""
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100
@@ -85,6 +102,14 @@ def typed(kind: type[T], value: object) -> T:
         fault.expected for each, fault in inner if (each, fault.place) == (nearness, nearest.place)
     ]
     raise TypeFault(nearest.place, nearest.found, " or ".join(dict.fromkeys(alike)), nearest.kind)
+
+
+def typed_or_none(kind: type[T], value: object) -> T | None:
+    """Return a value as `typed` does, None where it has another type."""
+    with suppress(ValidationError):
+        found: T = _adapter(kind).validate_python(value, strict=True)  # type: ignore[arg-type]
+        return found
+    return None
 
 
 def _fault(error: ErrorDetails, value: Any) -> tuple[tuple[int, bool], TypeFault]:

@@ -6,12 +6,19 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
+from annotated_types import Len
+from pydantic import ConfigDict, InstanceOf
+from typing_extensions import TypedDict
+
+from ragen_pl.base.constraints import CountOrZero
+from ragen_pl.base.foreign_files import plain_json
+from ragen_pl.base.typed_json import OR_NONE, TypeFault, shown, typed, typed_or_none
 from ragen_pl.prompts.message_format import written
 
 log = logging.getLogger(__name__)
@@ -19,6 +26,8 @@ _MILLION = 1_000_000
 _CONTENT_FILTER = "content_filter"
 # of a text that is shown
 _SHOWN = 100
+Letters = InstanceOf[str]
+"""A text that may have lone surrogates, which pydantic's own type refuses."""
 
 
 class Tokens(NamedTuple):
@@ -56,6 +65,44 @@ class Answer:
         return Tokens(self.prompt_tokens, self.completion_tokens)
 
 
+class _TextPart(TypedDict):
+    type: Literal["text"]
+    text: Letters
+
+
+class _Call(TypedDict):
+    function: dict[str, Any]
+
+
+class _Message(TypedDict, total=False):
+    content: Letters | list[_TextPart] | None
+    refusal: Annotated[Letters | None, OR_NONE]
+    tool_calls: Annotated[list[Annotated[_Call | None, OR_NONE]] | None, OR_NONE]
+
+
+class _Choice(TypedDict):
+    message: _Message
+    finish_reason: NotRequired[Annotated[str | None, OR_NONE]]
+
+
+class _Completion(TypedDict):
+    choices: Annotated[list[_Choice], Len(1)]
+
+
+class _Counted(TypedDict):
+    usage: dict[str, Any]
+
+
+class _Line(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    request: str
+    text: str
+    finish_reason: str | None
+    prompt_tokens: NotRequired[CountOrZero | None]
+    completion_tokens: NotRequired[CountOrZero | None]
+    refusal: NotRequired[bool]
+
+
 def read_answer(body: object) -> Answer:
     """Return the answer in a chat completion.
 
@@ -65,39 +112,30 @@ def read_answer(body: object) -> Answer:
     Raises:
         ValueError: It has none.
     """
-    choices = body.get("choices") if isinstance(body, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    message = choice.get("message") if isinstance(choice, dict) else None
-    if not isinstance(choice, dict) or not isinstance(message, dict):
-        raise ValueError(f"expected a chat completion, found {_shown(body)}")
-    text, refusal, reason = (
-        message.get("content"),
-        message.get("refusal"),
-        choice.get("finish_reason"),
-    )
-    if isinstance(text, list) and all(map(_is_text_part, text)):
-        text = "".join(part["text"] for part in text)
+    try:
+        choice = typed(_Completion, body)["choices"][0]
+    except TypeFault as fault:
+        raise ValueError(f"expected a chat completion, found {fault}") from None
+    message = choice["message"]
     # no content is an empty answer, such as one that hidden reasoning left no room for
-    if not isinstance(text, str | None) or not {"content", "refusal"} & set(message):
-        raise ValueError(f"expected a message of text, found {_shown(message)}")
+    if not {"content", "refusal"} & set(message):
+        raise ValueError(f"expected a message with content, found {shown(message)}")
+    content, refusal = message.get("content") or "", message.get("refusal")
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     tokens = read_tokens(body)
-    words = text or (refusal if isinstance(refusal, str) else "")
     return Answer(
-        text=_encodable(written(words, _calls(message.get("tool_calls")))),
-        finish_reason=reason[:_SHOWN] if isinstance(reason, str) else None,
+        text=_encodable(written(text or refusal or "", _calls(message.get("tool_calls")))),
+        finish_reason=(choice.get("finish_reason") or "")[:_SHOWN] or None,
         prompt_tokens=tokens.prompt,
         completion_tokens=tokens.completion,
         refusal=bool(refusal),
     )
 
 
-def _calls(given: object) -> list[dict[str, Any]]:
+def _calls(given: Sequence[_Call | None] | None) -> list[dict[str, Any]]:
     """Return name and arguments of tool calls, arguments that are no JSON as they are."""
     calls: list[dict[str, Any]] = []
-    for call in given if isinstance(given, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            continue
+    for function in (call["function"] for call in given or () if call is not None):
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             # other text makes a call that is not well formed
@@ -109,30 +147,15 @@ def _calls(given: object) -> list[dict[str, Any]]:
 
 def read_tokens(body: object) -> Tokens:
     """Return the tokens that a server's answer says the request took."""
-    usage = body.get("usage") if isinstance(body, dict) else None
-    if not isinstance(usage, dict):
-        return Tokens()
-    return Tokens(*(_count(usage.get(f"{kind}_tokens")) for kind in ("prompt", "completion")))
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
-def _is_text_part(part: object) -> bool:
-    return (
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    )
+    counted = typed_or_none(_Counted, body)
+    usage = {} if counted is None else counted["usage"]
+    counts = (usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
+    return Tokens(*(typed_or_none(CountOrZero, count) for count in counts))
 
 
 def _encodable(text: str) -> str:
     """Return a text without lone surrogates, which can't be written."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return repr(text[:_SHOWN] + "…" if len(text) > _SHOWN else text)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -268,21 +291,10 @@ class AnswerFile:
 
 def _record(line: bytes) -> tuple[str, Answer] | None:
     """Return the key and the answer of a line, None where it is no such record."""
-    try:
-        record = json.loads(line)
-        key = record.pop("request")
-        answer = Answer(**record)
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return None
-    tokens = (answer.prompt_tokens, answer.completion_tokens)
-    sound = (
-        isinstance(key, str)
-        and isinstance(answer.text, str)
-        and isinstance(answer.finish_reason, str | None)
-        and isinstance(answer.refusal, bool)
-        and all(count is None or _count(count) is not None for count in tokens)
-    )
-    return (key, answer) if sound else None
+    with suppress(ValueError):
+        record: dict[str, Any] = {**typed(_Line, plain_json(line))}
+        return record.pop("request"), Answer(**record)
+    return None
 
 
 def _ends_a_line(path: Path) -> bool:
