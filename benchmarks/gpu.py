@@ -48,7 +48,8 @@ from phases import PhaseMeter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ragen_pl.assembly.build import assemble_agent, build_bundle, build_critic, build_policy, plain
+from ragen_pl.assembly.build import assemble_agent, build_bundle, build_critic, build_policy
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.paths import config_dir
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt

@@ -5,9 +5,10 @@ It reads what validations and evaluations have written. Nothing is played, and t
 
 from __future__ import annotations
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ragen_pl.config import hydra_main
+from ragen_pl.config.nodes import plain
 
 
 @hydra_main("compare")
@@ -16,8 +17,7 @@ def main(cfg: DictConfig) -> None:
     from ragen_pl.evaluation.comparison import compare, print_comparison, write_comparison
     from ragen_pl.evaluation.played import Question
 
-    given = OmegaConf.to_container(cfg)
-    assert isinstance(given, dict)
+    given = plain(cfg)
     left, right = (
         [given[key]] if isinstance(given[key], str) else given[key] for key in ("run", "with")
     )

@@ -14,10 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
 from ragen_pl.assembly.start_check import checked_engine_factory, engine_class, engine_factory
+from ragen_pl.base.instances import instances
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.base.seeding import derive_seed, seeded
 from ragen_pl.config.environments import environment_configs, environment_nodes, is_mixture
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.demonstrations import DemonstrationDataModule, WarmStartDataModule
@@ -533,7 +535,7 @@ def build_loggers(cfg: DictConfig, run: Run) -> list[Logger]:
         if cfg.logger
         else []
     )
-    if not any(isinstance(logger, KeepsRecord) for logger in loggers):
+    if not instances(loggers, KeepsRecord):
         loggers.append(RecordLogger(run_dir=str(run.folder)))
     return loggers
 
@@ -567,8 +569,3 @@ def check_optimizer(settings: DictConfig, *, key: str) -> None:
     """
     with config_errors(key):
         instantiate(settings, _convert_="all")([torch.nn.Parameter(torch.zeros(1))])
-
-
-def plain(node: Any) -> dict[str, Any]:
-    """Return a config node as plain dictionaries and lists, interpolations resolved."""
-    return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]

@@ -24,6 +24,7 @@ from ragen_pl.assembly.build import (
     learns_values,
 )
 from ragen_pl.assembly.start_check import engine_class
+from ragen_pl.base.instances import instances
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.base.run_facts import ChecksRun, ChecksSettings, RunFacts
 from ragen_pl.checkpoints.folder import configured_run
@@ -108,9 +109,9 @@ def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[A
             rewards = build_named(alone.algorithm.get("rewards"))
             facts = _run_facts(alone, environments[name], estimator, loss, normalizer, callbacks)
             facts = replace(facts, environments=len(environments))
-            for component in (estimator, loss, *others, *rewards, *callbacks):
-                if isinstance(component, ChecksRun):
-                    component.check_run(facts)
+            components = (estimator, loss, *others, *rewards, *callbacks)
+            for component in instances(components, ChecksRun):
+                component.check_run(facts)
 
 
 def is_learned_from_records(cfg: DictConfig) -> bool:

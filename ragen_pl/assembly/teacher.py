@@ -14,13 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ragen_pl.algorithms.kl import KLEstimator
-from ragen_pl.assembly.build import build_bundle, plain
+from ragen_pl.assembly.build import build_bundle
 from ragen_pl.assembly.weights import load_bundle, load_weights
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count
 from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.chat_formats.template_source import template_source
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.trust import check_folder, check_settings, is_own, is_own_folder
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.bundle import ModelBundle

@@ -17,8 +17,8 @@ from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.base.tensor_files import NoLargerThan, TooLargeError, load_plain
 from ragen_pl.checkpoints.checkpoint_check import changed_entry
 from ragen_pl.checkpoints.sharded_checkpoint import non_finite_entry, read_shards
-from ragen_pl.config.check import leaves
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.nodes import leaves
 from ragen_pl.config.trust import is_own
 from ragen_pl.engines.generation_check import GenerationCheck
 from ragen_pl.modules.critic import CriticModule

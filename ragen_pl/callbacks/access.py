@@ -9,7 +9,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger
 
+from ragen_pl.base.instances import instances
+from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.metrics.record import MetricsRecord
+from ragen_pl.modules.agent import AgentModule
 
 CallbackT = TypeVar("CallbackT", bound=pl.Callback)
 
@@ -62,6 +65,17 @@ def datamodule_of(trainer: pl.Trainer) -> pl.LightningDataModule | None:
     return datamodule
 
 
+def rollouts_of(trainer: pl.Trainer) -> RolloutDataModule | None:
+    """Return the Trainer's DataModule if it plays episodes with an engine; None for another."""
+    datamodule = datamodule_of(trainer)
+    return datamodule if isinstance(datamodule, RolloutDataModule) else None
+
+
+def agent_of(pl_module: pl.LightningModule) -> AgentModule | None:
+    """Return a module if it is an agent with losses; None for another, such as the warm start's."""
+    return pl_module if isinstance(pl_module, AgentModule) else None
+
+
 def rollout_metrics_of(trainer: pl.Trainer) -> Mapping[str, float]:
     """Return the metrics of the iteration's rollout; empty if the DataModule reports none."""
     datamodule: Any = datamodule_of(trainer)
@@ -70,20 +84,18 @@ def rollout_metrics_of(trainer: pl.Trainer) -> Mapping[str, float]:
 
 def callbacks_of(trainer: pl.Trainer, kind: type[CallbackT]) -> list[CallbackT]:
     """Return the Trainer's callbacks of a class, in order."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, kind)]
+    return instances(trainer.callbacks, kind)  # type: ignore[attr-defined]
 
 
 def mlflow_loggers(trainer: pl.Trainer) -> list[MLFlowLogger]:
     """Return the Trainer's MLflow loggers."""
-    return [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
+    return instances(trainer.loggers, MLFlowLogger)
 
 
 def record_logger(trainer: pl.Trainer) -> RecordsMetrics | None:
     """Return the logger that writes the run's record; None without one, and on other ranks than the first."""
-    kind = RecordsMetrics
-    loggers = [one for one in trainer.loggers if isinstance(one, kind) and one.record is not None]
-    return loggers[0] if loggers else None
+    loggers = instances(trainer.loggers, RecordsMetrics)
+    return next((logger for logger in loggers if logger.record is not None), None)
 
 
 def log_files(trainer: pl.Trainer, path: Path, *, place: str) -> None:

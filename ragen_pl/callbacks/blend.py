@@ -7,8 +7,8 @@ import lightning.pytorch as pl
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count
 from ragen_pl.base.run_facts import RunFacts
+from ragen_pl.callbacks.access import agent_of
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.losses import KLPlace, UpdateLoss
 
 
@@ -63,8 +63,9 @@ class BlendTeacher(RolloutCallback):
         self._set(trainer, pl_module)
 
     def _set(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, AgentModule) and pl_module.loss.kl is not None
-        loss, kl = pl_module.loss, pl_module.loss.kl
+        agent = agent_of(pl_module)
+        assert agent is not None and agent.loss.kl is not None
+        loss, kl = agent.loss, agent.loss.kl
         if self._coefficients is None:
             self._coefficients = kl.coefficient, loss.policy_coefficient
         of_teacher, of_policy = self._coefficients

@@ -24,9 +24,9 @@ from ragen_pl.base.distributed import (
     gather_over_ranks,
 )
 from ragen_pl.base.stop_signals import Stopped, ending, leave_terminal, stopping_signals
+from ragen_pl.callbacks.access import agent_of
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.loops.rollout_update import RolloutUpdateLoop, is_last_iteration, log_step
-from ragen_pl.modules.agent import AgentModule
+from ragen_pl.loops.rollout_update import is_last_iteration, log_step, rollout_loop
 
 log = logging.getLogger(__name__)
 # the part of the grace period in which an optimizer step under way may be finished
@@ -197,8 +197,7 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         self._minibatch_s = time.monotonic() - self._minibatch_at
         super().on_train_batch_end(trainer, pl_module, *arguments)  # type: ignore[arg-type]
         # only the rollout/update loop saves the gradients of an unfinished optimizer step
-        loop = trainer.fit_loop
-        if isinstance(loop, RolloutUpdateLoop) or not loop._should_accumulate():
+        if rollout_loop(trainer) is not None or not trainer.fit_loop._should_accumulate():
             self._stop_if_requested(trainer, in_step=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -249,8 +248,8 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
 
     def _stop_requested_alone(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
         """Return whether this rank may ask the others to stop while they play: not if they play with it."""
-        shared = isinstance(pl_module, AgentModule) and pl_module.engine_is_shared
-        return self._stop_requested(trainer) and not shared
+        agent = agent_of(pl_module)
+        return self._stop_requested(trainer) and not (agent and agent.engine_is_shared)
 
     def _stop_if_requested(self, trainer: pl.Trainer, *, in_step: bool = False) -> None:
         self._note_safe_point(trainer)
@@ -268,8 +267,8 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
 
     def _finishes_step(self, trainer: pl.Trainer) -> bool:
         """Return whether the optimizer step under way ends soon enough to be waited for. All ranks must call it."""
-        loop = trainer.fit_loop
-        left = loop.minibatches_to_step if isinstance(loop, RolloutUpdateLoop) else 0
+        loop = rollout_loop(trainer)
+        left = 0 if loop is None else loop.minibatches_to_step
         if not left:
             return False
         spent = self.signals.grace_seconds - self.signals.seconds_left
@@ -373,9 +372,13 @@ class BestCheckpoint(ModelCheckpoint):
     def _is_measured(self, trainer: pl.Trainer) -> bool:
         """Return whether the metrics of a validation are those of the present weights."""
         fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        loop = trainer.fit_loop if fits else None
-        measured = isinstance(loop, RolloutUpdateLoop) and loop.is_measured
-        return measured and self.monitor in trainer.callback_metrics
+        loop = rollout_loop(trainer)
+        return (
+            fits
+            and loop is not None
+            and loop.is_measured
+            and self.monitor in trainer.callback_metrics
+        )
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         """Return whether the present weights are better than those of `best.ckpt`."""

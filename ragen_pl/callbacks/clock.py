@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ragen_pl.base.machine import resident_memory
 from ragen_pl.callbacks.access import RecordsMetrics, callbacks_of, record_logger
 from ragen_pl.loops.hooks import Moment, RolloutCallback
-from ragen_pl.loops.rollout_update import RolloutUpdateLoop
+from ragen_pl.loops.rollout_update import rollout_loop
 from ragen_pl.metrics.record import ELAPSED, TRAINING, VALIDATION, WARM_START, RecordReader
 
 _GIB = 2.0**30
@@ -65,7 +65,7 @@ class RunClock(RolloutCallback):
         self._tell(trainer, "training", "start")
 
     def _continue(self, trainer: pl.Trainer, logger: RecordsMetrics) -> None:
-        record, learns = logger.record, not isinstance(trainer.fit_loop, RolloutUpdateLoop)
+        record, learns = logger.record, rollout_loop(trainer) is None
         record.phase = WARM_START if learns else TRAINING
         count = self._count
         if count is None:
@@ -138,7 +138,7 @@ class RunClock(RolloutCallback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End an update, and with it an iteration."""
         self._end_update()
-        if isinstance(trainer.fit_loop, RolloutUpdateLoop):
+        if rollout_loop(trainer) is not None:
             self._add_seconds(trainer, trainer.current_epoch + 1)
         self._tell(trainer, "update", "end")
 

@@ -16,13 +16,18 @@ import lightning.pytorch as pl
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, CountOrZero, Fraction, declared, shown
 from ragen_pl.base.files import atomic_write
+from ragen_pl.base.instances import instances
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.run_facts import RunFacts
-from ragen_pl.callbacks.access import callbacks_of, datamodule_of, mlflow_loggers, run_folder
+from ragen_pl.callbacks.access import (
+    callbacks_of,
+    mlflow_loggers,
+    rollouts_of,
+    run_folder,
+)
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
-from ragen_pl.data.datamodule import RolloutDataModule
-from ragen_pl.loops.rollout_update import RolloutUpdateLoop
+from ragen_pl.loops.rollout_update import rollout_loop
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.frozen import with_frozen
 from ragen_pl.modules.losses import UpdateLoss
@@ -138,7 +143,7 @@ class CollapseMonitor(pl.Callback):
 
     def check_run(self, facts: RunFacts) -> None:
         """Check that the run has the diagnostics and the settings that the mitigation changes."""
-        if not any(isinstance(callback, Diagnostics) for callback in facts.callbacks):
+        if not instances(facts.callbacks, Diagnostics):
             raise ValueError(
                 "callbacks.diagnostics=null: callbacks.collapse reads it; set callbacks.collapse=null too"
             )
@@ -158,7 +163,7 @@ class CollapseMonitor(pl.Callback):
         """Check that the run computes diagnostics and can switch to the mitigation's settings."""
         callbacks = callbacks_of(trainer, pl.Callback)
         before = callbacks[: callbacks.index(self)]
-        if not any(isinstance(callback, Diagnostics) for callback in before):
+        if not instances(before, Diagnostics):
             raise ValueError(
                 "CollapseMonitor reads the values of Diagnostics: put callbacks.diagnostics before it"
             )
@@ -300,10 +305,9 @@ class CollapseMonitor(pl.Callback):
         strategy.load_optimizer_state_dict(checkpoint)
         for group, rate in zip(_parameter_groups(trainer), rates, strict=True):
             group["lr"] = rate
-        if isinstance(trainer.fit_loop, RolloutUpdateLoop):
-            trainer.fit_loop.forget_validation()
-        datamodule = datamodule_of(trainer)
-        if isinstance(datamodule, RolloutDataModule):
+        if (loop := rollout_loop(trainer)) is not None:
+            loop.forget_validation()
+        if (datamodule := rollouts_of(trainer)) is not None:
             datamodule.drop_ahead()
         self.rollbacks += 1
         return f"rolled weights and optimizer back to iteration {self.good}"

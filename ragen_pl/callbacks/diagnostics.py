@@ -17,7 +17,7 @@ from annotated_types import Ge
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, CountOrZero
-from ragen_pl.callbacks.access import mlflow_loggers, rollout_metrics_of
+from ragen_pl.callbacks.access import agent_of, mlflow_loggers, rollout_metrics_of
 from ragen_pl.callbacks.reasoning_probe import (
     ReasoningProbe,
     cross_score,
@@ -27,7 +27,6 @@ from ragen_pl.callbacks.reasoning_probe import (
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.metrics.diversity import ResponseDiversity
 from ragen_pl.metrics.rollout import DIAGNOSTICS as ROLLOUT_DIAGNOSTICS
-from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -116,8 +115,9 @@ class Diagnostics(RolloutCallback):
         """Complete the diagnostics and log them."""
         metrics = rollout_metrics_of(trainer)
         self.values = self._rollout | _rollout_diagnostics(metrics) | self._gradients(pl_module)
-        if "entropy" not in self.values and isinstance(pl_module, AgentModule):
-            self.values["entropy"] = pl_module.preparation.compute()["policy_entropy"]
+        agent = agent_of(pl_module)
+        if "entropy" not in self.values and agent is not None:
+            self.values["entropy"] = agent.preparation.compute()["policy_entropy"]
         self.values |= self._ratios()
         # Every diagnostic ever computed is logged: a resumed run ends with the same metrics as the whole run.
         absent_actions = {name: 0.0 for name in self._latest if name.startswith("action/")}
@@ -150,10 +150,11 @@ class Diagnostics(RolloutCallback):
         trajectories: Sequence[Trajectory],
     ) -> ReasoningProbe | None:
         thoughts = first_thoughts(trajectories, count=self.prompts)
-        if not isinstance(pl_module, AgentModule) or len(thoughts) < 2:
+        agent = agent_of(pl_module)
+        if agent is None or len(thoughts) < 2:
             return None
         with trainer.precision_plugin.forward_context():
-            scores, tokens = cross_score(pl_module.policy, thoughts)
+            scores, tokens = cross_score(agent.policy, thoughts)
         return probe_reasoning(scores, tokens)
 
     def _report(self, trainer: pl.Trainer, probe: ReasoningProbe) -> None:
@@ -169,7 +170,8 @@ class Diagnostics(RolloutCallback):
 
         A norm that is not finite is infinitely large, and no later one is compared with it.
         """
-        norms = pl_module.gradient_norms if isinstance(pl_module, AgentModule) else {}
+        agent = agent_of(pl_module)
+        norms = {} if agent is None else agent.gradient_norms
         values: dict[str, float] = {}
         spikes = []
         for group, norm in norms.items():

@@ -11,8 +11,7 @@ import lightning.pytorch as pl
 from ragen_pl.algorithms.group_filter import GroupFilter
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import NonNegative, Positive, PositiveFraction
-from ragen_pl.callbacks.access import datamodule_of
-from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.callbacks.access import agent_of, datamodule_of, rollouts_of
 from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.losses import UpdateLoss
 
@@ -75,23 +74,24 @@ class Mitigation:
         Raises:
             ValueError: The module has no loss settings, `check_loss` refuses them, or the DataModule has no filter.
         """
-        if not isinstance(pl_module, AgentModule):
+        agent = agent_of(pl_module)
+        if agent is None:
             raise ValueError(
                 f"a mitigation changes the loss of an AgentModule, found {type(pl_module).__name__}; "
                 "use AgentModule, or leave `mitigate` out of the actions"
             )
-        self.check_loss(pl_module.loss)
-        datamodule = datamodule_of(trainer)
-        if self.group_filter is not None and not isinstance(datamodule, RolloutDataModule):
+        self.check_loss(agent.loss)
+        if self.group_filter is not None and rollouts_of(trainer) is None:
+            name = type(datamodule_of(trainer)).__name__
             raise ValueError(
-                f"callbacks.collapse.mitigation.group_filter: {type(datamodule).__name__} has no group_filter; set null"
+                f"callbacks.collapse.mitigation.group_filter: {name} has no group_filter; set null"
             )
 
     def switch_on(self, trainer: pl.Trainer, agent: AgentModule) -> dict[str, str]:
         """Switch the settings and return the changes as `before -> after` by setting."""
         changes = agent.loss.adjust(clip_high=self.clip_high, kl_coefficient=self.kl_coefficient)
-        datamodule = datamodule_of(trainer)
-        if self.group_filter is not None and isinstance(datamodule, RolloutDataModule):
+        datamodule = rollouts_of(trainer)
+        if self.group_filter is not None and datamodule is not None:
             changes["group_filter"] = (datamodule.group_filter, self.group_filter)
             datamodule.group_filter = self.group_filter
         texts = {name: f"{before} -> {after}" for name, (before, after) in changes.items()}

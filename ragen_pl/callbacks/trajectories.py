@@ -16,19 +16,20 @@ from PIL import Image
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, CountOrZero
 from ragen_pl.base.files import atomic_write, disk_errors_of
+from ragen_pl.base.instances import instances
 from ragen_pl.base.records import Origin, TokenCredit, sample_groups, write_episodes
 from ragen_pl.callbacks.access import (
     KeepsTraces,
     RemovesFiles,
-    datamodule_of,
+    agent_of,
     log_files,
+    rollouts_of,
     run_folder,
     run_title,
 )
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.validation import HELD_OUT, ValidationChunk
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.modules.agent import AgentModule
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 from ragen_pl.viewing.images import beside, enlarged
 from ragen_pl.viewing.page import PAGE, PLAYED, outcomes, write_page
@@ -91,8 +92,8 @@ class LogTrajectories(RolloutCallback):
             return
         name = f"{_FOLDER}/{_NAME}{iteration:04d}"
         folder = run_folder(trainer) / name
-        datamodule = datamodule_of(trainer)
-        reader = datamodule.proxy.context if isinstance(datamodule, RolloutDataModule) else None
+        datamodule = rollouts_of(trainer)
+        reader = None if datamodule is None else datamodule.proxy.context
         credit = _credit(datamodule, pl_module, trajectories)
         kept = _sampled(trajectories, count=self.count)
         records = write_episodes(
@@ -106,9 +107,8 @@ class LogTrajectories(RolloutCallback):
         title = f"{run_title(trainer)}/iteration {iteration}"
         _write_pages(records, folder, title=title, played=[_ended(one) for one in trajectories])
         log_files(trainer, folder, place=name)
-        for logger in trainer.loggers:
-            if isinstance(logger, KeepsTraces) and self.traces:
-                logger.log_traces(folder, count=self.traces)
+        for logger in instances(trainer.loggers, KeepsTraces) if self.traces else ():
+            logger.log_traces(folder, count=self.traces)
         self._remove_others(trainer, folder.parent, _NAME)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -145,8 +145,8 @@ class LogTrajectories(RolloutCallback):
         iteration = trainer.fit_loop.epoch_progress.current.ready
         name = f"{_FOLDER}/{_VALIDATION}{iteration:04d}"
         folder = run_folder(trainer) / name
-        datamodule = datamodule_of(trainer)
-        reader = datamodule.proxy.context if isinstance(datamodule, RolloutDataModule) else None
+        datamodule = rollouts_of(trainer)
+        reader = None if datamodule is None else datamodule.proxy.context
         origin = Origin(iteration=iteration, validation_set=HELD_OUT)
         records = write_episodes(played, folder, reader=reader, origin=origin)
         title = f"{run_title(trainer)}/validation after {iteration} iterations"
@@ -161,9 +161,8 @@ class LogTrajectories(RolloutCallback):
         stay = staying(names, newest=self.keep_last)
         for iteration in sorted(names.keys() - stay):
             shutil.rmtree(names[iteration])
-            for logger in trainer.loggers:
-                if isinstance(logger, RemovesFiles):
-                    logger.remove_files(f"{_FOLDER}/{names[iteration].name}")
+            for logger in instances(trainer.loggers, RemovesFiles):
+                logger.remove_files(f"{_FOLDER}/{names[iteration].name}")
 
 
 def staying(iterations: Collection[int], *, newest: int) -> set[int]:
@@ -227,12 +226,12 @@ def _write_pages(
 
 
 def _credit(
-    datamodule: pl.LightningDataModule | None,
+    datamodule: RolloutDataModule | None,
     pl_module: pl.LightningModule,
     trajectories: Sequence[Trajectory],
 ) -> list[TokenCredit | None]:
-    batch = datamodule.buffer if isinstance(datamodule, RolloutDataModule) else None
-    has_critic = isinstance(pl_module, AgentModule) and pl_module.critic is not None
+    batch, agent = None if datamodule is None else datamodule.buffer, agent_of(pl_module)
+    has_critic = agent is not None and agent.critic is not None
     return token_credit(batch, trajectories, values=has_critic)
 
 

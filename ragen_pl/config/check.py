@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ragen_pl.base.constraints import (
@@ -26,6 +26,7 @@ from ragen_pl.base.constraints import (
     unwrapped,
 )
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.nodes import leaves, plain
 from ragen_pl.config.relations import relation_problems
 from ragen_pl.config.signatures import (
     UNKNOWN,
@@ -79,9 +80,7 @@ def takes_argument(cfg: DictConfig, key: str) -> bool:
         key: Its full name, such as `env.kwargs.size`.
     """
     # values are checked later
-    values = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(values, dict)
-    walk = _Walk({str(name): value for name, value in values.items()})
+    walk = _Walk(plain(cfg, resolve=False))
     for _ in walk.problems(walk.root, Settings, key="", parent={}):
         pass
     if key in walk.unknown or not any(key.startswith(f"{node}.") for node in walk.arguments):
@@ -98,22 +97,11 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         ConfigError: A value is missing (`???`) or refers to one that does not exist.
     """
     try:
-        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        return plain(cfg, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no value; set {error.full_key}=…") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
-
-
-def leaves(values: Any, *, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the full name and value of every setting; items of a list are named by their index."""
-    for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        if isinstance(value, Mapping | list | ListConfig) and value:
-            yield from leaves(value, prefix=f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _refers(cfg: DictConfig, key: str) -> bool:

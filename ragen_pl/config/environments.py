@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.nodes import plain
 
 Compose = Callable[[list[str]], DictConfig]
 """Composes a run's configuration from overrides."""
@@ -76,26 +77,23 @@ def _whole(name: str, entry: Any, rewards: Any, compose: Compose) -> dict[str, A
             raise ConfigError(f"is a mixture itself; list its environments in {_KEY}")
         if "target" in entry:
             OmegaConf.update(cfg, "env.target", entry["target"])
-        env = OmegaConf.to_container(cfg.env, resolve=True, throw_on_missing=True)
+        env = plain(cfg.env, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(
             f"{key}.{error.key} has no value; set '{_KEY}={{{name}: {{file: {file}, {error.key}: …}}}}'"
         ) from error
     except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{key}.file={file}: {str(error).splitlines()[0]}") from error
-    assert isinstance(env, dict)
     settings = {
         "file": file,
         "share": 1.0,
-        **{str(one): value for one, value in env.items() if one != "name"},
+        **{one: value for one, value in env.items() if one != "name"},
         "max_response_tokens": cfg.rollout.max_response_tokens,
         "curriculum": _plain(cfg.curriculum),
         "rewards": rewards,
         **{node: {one: _plain(cfg[node].get(one)) for one in keys} for node, keys in _OWN.items()},
     }
-    merged = OmegaConf.to_container(OmegaConf.merge(settings, entry), resolve=False)
-    assert isinstance(merged, dict)
-    return {str(one): value for one, value in merged.items()}
+    return plain(OmegaConf.merge(settings, entry), resolve=False)
 
 
 def _plain(value: Any) -> Any:

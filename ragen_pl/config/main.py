@@ -26,12 +26,13 @@ from omegaconf import DictConfig
 
 from ragen_pl.base.constraints import did_you_mean
 from ragen_pl.base.machine import end_without_collection
-from ragen_pl.config.check import check_config, leaves
+from ragen_pl.config.check import check_config
 from ragen_pl.config.composition import compose_accepted, compose_overrides
 from ragen_pl.config.ending import or_exit
 from ragen_pl.config.environments import with_environments
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
+from ragen_pl.config.nodes import leaves
 from ragen_pl.config.overrides import key_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.config.relations import ranks_asked_for, unread_overrides

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.nodes import leaves
 
 # of a class: an option of a group has no dots, but may be given as a file
 _CLASS_PATH = re.compile(r"(?!.*\.(?:py|ya?ml)$)[^\W\d]\w*([.:][^\W\d]\w*)+")
@@ -37,7 +38,7 @@ def overrides_of(settings: Mapping[str, Any], *, groups: set[str]) -> list[str]:
     ['validation.baselines=null']
     """
     choices, values = [], []
-    for key, value in _flattened(settings):
+    for key, value in leaves(settings, lists=False):
         group = key.replace(".", "/")
         if key in ("env", "env.target") and _is_importable(value):
             path = _literal(key, f"{value.__module__}.{value.__qualname__}")
@@ -109,14 +110,6 @@ def with_environment(overrides: Sequence[str], *, command: str) -> list[str]:
     if path is not None and given.get("env") == "custom" and "env.name" not in given:
         completed.append(f"env.name={'${env.target}' if ',' in path else path}")
     return completed
-
-
-def _flattened(settings: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flattened(value, above=f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
 
 
 def _is_importable(value: object) -> bool:

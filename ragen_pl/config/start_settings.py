@@ -8,9 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.constraints import shown
 from ragen_pl.base.settings_files import FIRST, newest_settings, number_of, settings_file
-from ragen_pl.config.check import leaves
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.nodes import leaves
 from ragen_pl.config.trust import run_settings, write_settings
 
 # keys of the start itself
@@ -64,10 +65,4 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
             # texts may be long, or secret
             yield key
         else:
-            yield f"{key} {' -> '.join(map(_shown, values))}"
-
-
-def _shown(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+            yield f"{key} {' -> '.join(map(shown, values))}"

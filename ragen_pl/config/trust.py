@@ -34,6 +34,7 @@ from ragen_pl.base.foreign_files import model_folder_problem, settings_text, uns
 from ragen_pl.base.former_names import current
 from ragen_pl.config.check import class_path
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.nodes import leaves
 from ragen_pl.config.paths import config_dir
 from ragen_pl.config.signatures import declared_trust
 
@@ -211,15 +212,12 @@ def check_folder(folder: Path | None, *, key: str, is_model: bool = False) -> No
 
 
 def replaced_by(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys whose values a setting of the command line replaces, with the new ones.
+    """Return the keys whose values a setting of the command line replaces, with the new ones.
 
     A mapping is merged with the file's; a list replaces it.
     """
-    if isinstance(value, Mapping):
-        for name, child in value.items():
-            yield from replaced_by(f"{key}.{name}", child)
-    else:
-        yield key, value
+    inner = leaves({key: value}, lists=False)
+    return (each for each in inner if each[1] != {})
 
 
 def _problems(

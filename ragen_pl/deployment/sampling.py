@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ def read_sampling(given: Mapping[str, Any], settings: EpisodeSettings) -> Sampli
     """Return the sampling parameters of a request.
 
     Args:
-        given: Those that the request has.
+        given: Those that the request has, of the types that `read_request` has checked.
         settings: Those of the run.
 
     Raises:
@@ -59,7 +58,7 @@ def read_sampling(given: Mapping[str, Any], settings: EpisodeSettings) -> Sampli
         raise RequestError(400, f"{name} keeps no token; send temperature=0 for greedy responses")
     top_k = settings.top_k
     if (own := given.get("top_k")) is not None:
-        if isinstance(own, bool) or not isinstance(own, int) or own < -1:
+        if own < -1:
             raise RequestError(400, f"top_k={own!r}: expected a whole number, 0 for all tokens")
         top_k = own if own > 0 else None
     greedy = temperature < _MIN_TEMPERATURE
@@ -67,21 +66,12 @@ def read_sampling(given: Mapping[str, Any], settings: EpisodeSettings) -> Sampli
     return Sampling(
         temperature=0.0 if greedy else temperature,
         truncation=None if greedy else truncation,
-        seed=_seed(given.get("seed")),
+        seed=derive_seed("serve", given["seed"]) if "seed" in given else secrets.randbits(48),
     )
 
 
 def _number(given: Mapping[str, Any], name: str, default: float, *, largest: float) -> float:
     value = given.get(name, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 0 <= value <= max(largest, default):
+    if not 0 <= value <= max(largest, default):
         raise RequestError(400, f"{name}={value!r}: expected a number from 0 to {largest:g}")
     return float(value)
-
-
-def _seed(given: object) -> int:
-    if given is None:
-        return secrets.randbits(48)
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise RequestError(400, f"seed={given!r}: expected a whole number")
-    return derive_seed("serve", given)

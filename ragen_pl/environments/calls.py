@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import gymnasium
 from gymnasium.error import Error
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ragen_pl.base.error_text import error_text
 from ragen_pl.config.environments import is_mixture
 from ragen_pl.config.errors import ConfigError, in_one_line
+from ragen_pl.config.nodes import plain
 from ragen_pl.environments.manager import CREATION_FACTOR, EnvironmentManager
 from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.workers import EnvironmentWorkers, TimeLimitExceeded
@@ -29,10 +30,8 @@ def manager_settings(env: DictConfig) -> dict[str, Any]:
             f"env={env.get('name')}: is a mixture of {', '.join(env.environments)}, and this command plays one "
             f"environment; set env={next(iter(env.environments))}"
         )
-    settings = OmegaConf.to_container(env, resolve=True)
-    assert isinstance(settings, dict)
     known = inspect.signature(EnvironmentManager).parameters
-    return {str(key): value for key, value in settings.items() if key in known}
+    return {key: value for key, value in plain(env).items() if key in known}
 
 
 def make_environment(env: DictConfig) -> gymnasium.Env[Any, Any]:
@@ -129,9 +128,7 @@ class EnvironmentCalls:
         env, target = self._env, str(self._env.target)
         process, memory_mb = bool(env.get("process")), env.get("memory_mb")
         find = partial(environment_maker, target, process=process, memory_mb=memory_mb)
-        settings = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
-        assert isinstance(settings, dict)
-        kwargs = {str(name): value for name, value in settings.items()}
+        kwargs = plain(env.get("kwargs"))
         try:
             make = self.attempt("its module", find, time_limit_factor=CREATION_FACTOR)
             made = self.attempt(

@@ -6,10 +6,11 @@ import os
 import socket
 
 from aiohttp import web
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ragen_pl.base.access import is_loopback
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.settings import read_settings
 from ragen_pl.environments.calls import check_made
 from ragen_pl.environments.process import environment_maker
@@ -36,9 +37,7 @@ def serve(cfg: DictConfig) -> None:
             "environment is used, or server.host=127.0.0.1"
         )
     check_made(env)
-    kwargs = OmegaConf.to_container(env.kwargs, resolve=True) if env.get("kwargs") else {}
-    assert isinstance(kwargs, dict)
-    named = {str(name): value for name, value in kwargs.items()}
+    named = plain(env.get("kwargs"))
     make = environment_maker(
         env.target, process=bool(env.get("process")), memory_mb=env.get("memory_mb")
     )

@@ -24,6 +24,7 @@ import gymnasium
 import numpy as np
 
 from ragen_pl.base.error_text import error_text, named_error
+from ragen_pl.base.instances import instances
 from ragen_pl.environments.causes import InfrastructureError, cause_of
 from ragen_pl.environments.classes import environment_class, is_gymnasium_id
 from ragen_pl.trajectory import FailureCause
@@ -206,7 +207,7 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
         if request[0] == "call":
             # the draws made there count here
             result, states = result
-            generators = [value for value in request[2] if isinstance(value, np.random.Generator)]
+            generators = instances(request[2], np.random.Generator)
             for generator, state in zip(generators, states, strict=True):
                 generator.bit_generator.state = state
         return result
@@ -249,7 +250,7 @@ class _Served:
 
     def call(self, name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         result = getattr(self.env.unwrapped, name)(*args)
-        generators = [value for value in args if isinstance(value, np.random.Generator)]
+        generators = instances(args, np.random.Generator)
         return result, [generator.bit_generator.state for generator in generators]
 
     def close(self) -> None:

@@ -22,13 +22,13 @@ from ragen_pl.assembly.build import (
     build_proxy,
     device_named,
     episode_settings,
-    plain,
 )
 from ragen_pl.assembly.weights import load_bundle, load_weights
 from ragen_pl.base.phases import phase
 from ragen_pl.base.records import Origin, write_episodes
 from ragen_pl.checkpoints.folder import Run, time_stamped
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.settings import read_settings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.protocol import RolloutEngine

@@ -6,7 +6,7 @@ a limited size, as data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean, sh
 from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, settings_text
 from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.nodes import leaves
 from ragen_pl.evaluation.report import POLICY
 from ragen_pl.metrics.paired import RESAMPLES
 from ragen_pl.viewing import validations
@@ -239,15 +240,7 @@ def _evaluation_of(place: str) -> str:
 
 def _panel(env: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in env.items() if name not in _NOT_OF_EPISODES}
-    return dict(_leaves(kept, "env"))
-
-
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        for name, value in node.items():
-            yield from _leaves(value, f"{key}.{name}")
-    else:
-        yield key, node
+    return dict(leaves(kept, prefix="env.", lists=False))
 
 
 def _by_key(outcomes: Iterable[Outcome], *, file: Path) -> dict[Key, Outcome]:

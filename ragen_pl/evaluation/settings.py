@@ -28,6 +28,7 @@ from ragen_pl.base.constraints import CountOrZero
 from ragen_pl.config.environments import environment_configs, is_mixture
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.paths import config_dir, searched
 from ragen_pl.config.references import (
     references_in,
@@ -134,7 +135,7 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
     engine = _value(overrides, _ENGINE)
     chosen = [f"env={env}"] if env else []
     composed = _composed(chosen, args=args)
-    shipped = _plain(composed)
+    shipped = plain(composed)
     references = references_in(composed, "env", "context", "rollout")
     settings = _default_settings(shipped)
     settings["source"]["untrained"] = model is not None
@@ -160,7 +161,7 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         _apply_checkpoint(settings, checkpoint, trained, keep_env=keep_env)
     if model:
         with_model = _composed([*chosen, f"model={model}"], args=args)
-        settings["model"] = _plain(with_model)["model"]
+        settings["model"] = plain(with_model)["model"]
         references |= references_in(with_model, "model")
     if (ckpt or model) and not env and not has_run:
         raise ConfigError("env has no value, and the weights name no environment; set env=…")
@@ -175,7 +176,7 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         )
     if engine:
         with_engine = _composed([f"{_ENGINE}={engine}"], args=args)
-        settings["rollout"]["engine"] = _plain(with_engine)["rollout"]["engine"]
+        settings["rollout"]["engine"] = plain(with_engine)["rollout"]["engine"]
         references |= references_in(with_engine, "rollout.engine")
     if baselines := _value(overrides, _BASELINES):
         # without an environment's file, policies of other names are the run's own
@@ -193,7 +194,7 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
 
 def _baselines(overrides: list[str], *, args: argparse.Namespace) -> Settings:
     """Return the scripted policies of a training configuration."""
-    return _plain(_composed(overrides, args=args))["validation"]["baselines"] or {}
+    return plain(_composed(overrides, args=args))["validation"]["baselines"] or {}
 
 
 def _of_mixture(trained: Settings, env: str | None, *, ckpt: str) -> Settings:
@@ -211,9 +212,7 @@ def _of_mixture(trained: Settings, env: str | None, *, ckpt: str) -> Settings:
     if env not in names:
         return trained
     # what refers to other values is checked later
-    alone = OmegaConf.to_container(environment_configs(cfg)[env], resolve=False)
-    assert isinstance(alone, dict)
-    return {str(key): value for key, value in alone.items()}
+    return plain(environment_configs(cfg)[env], resolve=False)
 
 
 def _check_foreign(
@@ -319,13 +318,6 @@ def _of_episodes(rollout: Settings) -> Settings:
         for key in ("engine", "failures", *keys_of(EpisodeSettings))
         if key in rollout
     }
-
-
-def _plain(cfg: DictConfig) -> Settings:
-    """Return a composed configuration as plain settings."""
-    settings = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(settings, dict)
-    return {str(key): value for key, value in settings.items()}
 
 
 def _composed(overrides: list[str], *, args: argparse.Namespace) -> DictConfig:

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.base.constraints import Count
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.settings import keys_of
 
 
@@ -54,7 +55,7 @@ def validation_settings(cfg: DictConfig) -> list[ValidationSettings]:
     for name, node in (cfg.validation_sets or {}).items():
         if node is None:
             continue
-        own = _plain(node)
+        own = plain(node)
         not_of_environment = keys_of(ValidationSettings)
         changes = {key: value for key, value in own.items() if key not in not_of_environment}
         kwargs = changes.pop("kwargs", None) or {}
@@ -83,9 +84,4 @@ def _changed(cfg: DictConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     OmegaConf.set_struct(changed, False)
     for key, value in changes.items():
         changed.env[key] = value
-    return _plain(changed.env)
-
-
-def _plain(node: Any) -> dict[str, Any]:
-    plain: Mapping[str, Any] = OmegaConf.to_container(node, resolve=True)  # type: ignore[assignment]
-    return dict(plain)
+    return plain(changed.env)

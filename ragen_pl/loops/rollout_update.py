@@ -29,6 +29,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.base.distributed import StopRequestedError, own_part, rank, with_part, world_size
+from ragen_pl.base.instances import instances
 from ragen_pl.base.seeding import derive_seed, seeded
 from ragen_pl.checkpoints.rank_states import save_rank_states
 from ragen_pl.loops.hooks import CollectsTrajectories, RolloutCallback
@@ -326,8 +327,7 @@ class RolloutUpdateLoop(_FitLoop):
 
     @property
     def _rollout_callbacks(self) -> list[RolloutCallback]:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        return [callback for callback in callbacks if isinstance(callback, RolloutCallback)]
+        return instances(self.trainer.callbacks, RolloutCallback)  # type: ignore[attr-defined]
 
     def _progress(self, done: int, total: int) -> None:
         for callback in self._rollout_callbacks:
@@ -365,11 +365,11 @@ class RolloutUpdate(pl.Callback):
         """Replace the Trainer's fit loop once, and check its DataModule."""
         if stage != "fit":
             return
-        if not isinstance(trainer.fit_loop, RolloutUpdateLoop):
-            trainer.fit_loop = RolloutUpdateLoop.replacing(
+        if (loop := rollout_loop(trainer)) is None:
+            loop = trainer.fit_loop = RolloutUpdateLoop.replacing(
                 trainer.fit_loop, validate_first=self.validate_first
             )
-        _ = trainer.fit_loop._collector
+        _ = loop._collector
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
@@ -388,8 +388,13 @@ class RolloutUpdate(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that the validation has ended."""
-        if isinstance(trainer.fit_loop, RolloutUpdateLoop):
-            trainer.fit_loop.note_validation()
+        if (loop := rollout_loop(trainer)) is not None:
+            loop.note_validation()
+
+
+def rollout_loop(trainer: pl.Trainer) -> RolloutUpdateLoop | None:
+    """Return the Trainer's loop if it is one of rollouts and updates; None for another, such as the warm start's."""
+    return trainer.fit_loop if isinstance(trainer.fit_loop, RolloutUpdateLoop) else None
 
 
 def is_last_iteration(trainer: pl.Trainer) -> bool:

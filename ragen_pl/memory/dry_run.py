@@ -24,9 +24,10 @@ from ragen_pl.assembly.build import (
     build_critic,
     build_policy,
     choose_accelerator,
-    plain,
 )
 from ragen_pl.assembly.start_check import engine_class
+from ragen_pl.base.instances import instances
+from ragen_pl.config.nodes import plain
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.engines.protocol import EngineMemory, RolloutSizes
 from ragen_pl.memory.abstract import (
@@ -223,7 +224,7 @@ def _state_bytes(optimizer: OptimizerFactory) -> float:
     weight.grad = torch.zeros_like(weight)
     stepped = optimizer([weight])
     stepped.step()
-    state = [leaf for leaf in tree_leaves(dict(stepped.state[weight])) if isinstance(leaf, Tensor)]
+    state = instances(tree_leaves(dict(stepped.state[weight])), Tensor)
     return size_of(state) / weight.numel()
 
 

@@ -16,9 +16,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
-from ragen_pl.assembly.build import plain
 from ragen_pl.base.machine import free_host_memory, gpu_memory
 from ragen_pl.config.errors import config_errors
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.engines.protocol import EngineMemory
 from ragen_pl.memory.abstract import FakeKernels, config_without_hub

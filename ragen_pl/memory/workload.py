@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.assembly.build import build_environments, plain
+from ragen_pl.assembly.build import build_environments
 from ragen_pl.config.environments import environment_configs
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle

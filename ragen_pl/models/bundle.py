@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from ragen_pl.base.instances import instances
 from ragen_pl.chat_formats.chat_template import ChatTemplate
 from ragen_pl.chat_formats.template_source import template_source
 from ragen_pl.models.distribution import log_distribution
@@ -407,12 +408,12 @@ class ModelBundle:
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         parts = list(self.decoder.modules())
-        if layers := [part for part in parts if isinstance(part, GradientCheckpointingLayer)]:
+        if layers := instances(parts, GradientCheckpointingLayer):
             return tuple(layers)
         # of old families, such as CTRL
         count = self.model.config.get_text_config().num_hidden_layers
-        for part in parts:
-            if isinstance(part, ModuleList) and len(part) == count:
+        for part in instances(parts, ModuleList):
+            if len(part) == count:
                 return tuple(part)
         raise ValueError(
             f"model.build: the layers of {type(self.model).__name__} are not known; choose another model"
@@ -423,7 +424,7 @@ class ModelBundle:
         """Whether activations of layers are computed again in the backward pass."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        kept = (each for each in self.layers if isinstance(each, GradientCheckpointingLayer))
+        kept = instances(self.layers, GradientCheckpointingLayer)
         return any(layer.gradient_checkpointing for layer in kept)
 
     @property

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ragen_pl.base.instances import instances
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -49,7 +51,7 @@ def has_dropout(model: nn.Module) -> bool:
     """Return whether a model with a config computes something random in train mode."""
     config: Any = model.config
     settings = [item for _, part in _parts(config) for item in vars(part).items()]
-    rates = [module.p for module in model.modules() if isinstance(module, _DropoutNd)]
+    rates = [module.p for module in instances(model.modules(), _DropoutNd)]
     return any(rate > 0 for rate in rates) or any(_is_on(name, value) for name, value in settings)
 
 

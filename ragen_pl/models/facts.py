@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ragen_pl.base.instances import instances
 from ragen_pl.models.attention import PACKED_ROWS
 from ragen_pl.models.logit_scale import LogitScale
 
@@ -197,7 +198,7 @@ def backbone_of(model: PreTrainedModel) -> Any:
     decoder = model.get_decoder()
     if decoder is not model:
         return backbone_of(decoder)
-    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
+    return next(iter(instances(model.children(), PreTrainedModel)), model)
 
 
 def family_failure(error: BaseException) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_pl.base.instances import instances
 from ragen_pl.models.facts import image_features_of
 from ragen_pl.models.image_features import ImageFeatures
 from ragen_pl.models.processor_inputs import (
@@ -295,8 +296,7 @@ class ImageEncoder:
     def _scaled_pixels(self, image: np.ndarray) -> int:
         """Return the pixels that the encoder sees of an image. Gemma 3's sees 896 x 896 of any."""
         if image.shape not in self._pixels:
-            inputs = self.inputs([[image]]).values()
-            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            tensors = instances(self.inputs([[image]]).values(), Tensor)
             values = sum(value.numel() for value in tensors if value.is_floating_point())
             self._pixels[image.shape] = max(1, values // 3)
         return self._pixels[image.shape]

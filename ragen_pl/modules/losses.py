@@ -19,6 +19,7 @@ from ragen_pl.algorithms.policy_loss import PolicyLoss
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, NonNegative, Positive
+from ragen_pl.base.instances import instances
 from ragen_pl.base.run_facts import ChecksRun, RunFacts
 from ragen_pl.data.batch import CreditLayout, Minibatch
 from ragen_pl.engines.errors import RolloutError
@@ -328,10 +329,8 @@ class UpdateLoss:
             self.require_correction()
         if self.echo is not None:
             self.echo.check_run(facts)
-        reference: object = self.reference
-        for component in (reference, self.hint):
-            if isinstance(component, ChecksRun):
-                component.check_run(facts)
+        for component in instances((self.reference, self.hint), ChecksRun):
+            component.check_run(facts)
         if self.whiten and facts.baseline is not None:
             facts.refuse_whitening(facts.estimator, scope=facts.baseline)
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
+from ragen_pl.base.instances import instances
+
 HIDDEN = "hidden"
 """Key of a parameter group: whether its weights are hidden matrices, see `hidden_matrices`."""
 
@@ -187,8 +189,8 @@ def hidden_matrices(module: nn.Module) -> set[Tensor]:
 
     A head has as many outputs as the vocabulary, or one.
     """
-    embeddings = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+    embeddings = [part.weight for part in instances(module.modules(), nn.Embedding)]
     vocabularies = {len(weight) for weight in embeddings}
-    linear = {part.weight for part in module.modules() if isinstance(part, nn.Linear)}
+    linear = {part.weight for part in instances(module.modules(), nn.Linear)}
     heads = {weight for weight in linear if len(weight) == 1 or len(weight) in vocabularies}
     return linear - heads - set(embeddings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from ragen_pl.loops.hooks import Moment, RolloutCallback
-from ragen_pl.loops.rollout_update import RolloutUpdateLoop
+from ragen_pl.loops.rollout_update import rollout_loop
 from ragen_pl.ranks import ranks
 
 _STEPS = {
@@ -57,7 +57,7 @@ class PhaseLimits(RolloutCallback):
             ranks.heartbeat(self._label(trainer, place), stall_s=self.stall_s)
 
     def _label(self, trainer: pl.Trainer, place: str) -> str:
-        if not isinstance(trainer.fit_loop, RolloutUpdateLoop):
+        if rollout_loop(trainer) is None:
             return f"warm start, {place}"
         return f"iteration {trainer.current_epoch + 1}, {place}"
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import ragen_pl
 from ragen_pl.checkpoints.folder import Run
-from ragen_pl.config.check import leaves
+from ragen_pl.config.nodes import leaves
 
 _PACKAGES = ("torch", "lightning", "transformers")
 # seconds between two looks for the token file

@@ -33,7 +33,6 @@ from ragen_pl.assembly.build import (
     build_validation_set,
     build_warm_start,
     check_optimizer,
-    plain,
     with_words,
 )
 from ragen_pl.assembly.start_check import TrainerCheck, check_images
@@ -43,6 +42,7 @@ from ragen_pl.base.error_text import error_text
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.base.foreign_files import ForeignFileError
+from ragen_pl.base.instances import instances
 from ragen_pl.base.seeding import seeded
 from ragen_pl.base.settings_files import SETTINGS, newest_settings
 from ragen_pl.base.stop_signals import Stopped, ending, stop_behind
@@ -65,6 +65,7 @@ from ragen_pl.checkpoints.starts import counted_start, is_refusal
 from ragen_pl.config.ending import PLAIN
 from ragen_pl.config.environments import environment_configs
 from ragen_pl.config.errors import ConfigError, config_errors
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.settings import read_settings
 from ragen_pl.config.start_settings import keep_settings
 from ragen_pl.config.trust import check_folder, is_own_folder
@@ -248,7 +249,7 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
 
 def kept_checkpoints(callbacks: Sequence[pl.Callback]) -> int:
     """Return the number of checkpoints that a run keeps, without those that it keeps without limit."""
-    kinds = [one for one in callbacks if isinstance(one, pl.callbacks.ModelCheckpoint)]
+    kinds = instances(callbacks, pl.callbacks.ModelCheckpoint)
     return sum(bool(one.save_last) + max(0, one.save_top_k) for one in kinds)
 
 
@@ -261,9 +262,8 @@ def closing_at_end(loggers: Sequence[Logger]) -> Iterator[None]:
         ending()
         raise
     finally:
-        for logger in loggers:
-            if isinstance(logger, ClosesAtEnd):
-                logger.close()
+        for logger in instances(loggers, ClosesAtEnd):
+            logger.close()
 
 
 def warm_start(components: RunComponents, run: Run, loggers: Sequence[Logger]) -> RunComponents:
@@ -379,9 +379,8 @@ def reinforce(
     if cfg.callbacks.get("best"):
         # before all checkpoints: that of an iteration then holds their best scores
         callbacks[1:1] = map(BestCheckpoint.of_environment, agent.environments)
-    for callback in callbacks:
-        if isinstance(callback, pl.callbacks.ModelCheckpoint):
-            callback.dirpath = str(run.checkpoints)
+    for callback in instances(callbacks, pl.callbacks.ModelCheckpoint):
+        callback.dirpath = str(run.checkpoints)
     trainer = build_trainer(
         plain(cfg.trainer),
         logger=list(loggers),

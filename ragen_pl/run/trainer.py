@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.assembly.build import choose_accelerator
+from ragen_pl.base.instances import instances
 from ragen_pl.base.stop_signals import Stopped, ending, forward_to
 from ragen_pl.callbacks.clock import RunClock
 from ragen_pl.checkpoints.rank_states import rank_states_in
@@ -181,9 +182,7 @@ def build_trainer(
         if given.get("check_val_every_n_epoch") == "auto":
             given["check_val_every_n_epoch"] = validation_interval(given.get("max_epochs"))
         # for a run without a display Lightning would add one of its own
-        shows = {
-            "enable_progress_bar": any(isinstance(one, ProgressBar) for one in callbacks or ())
-        }
+        shows = {"enable_progress_bar": bool(instances(callbacks or (), ProgressBar))}
         return RunTrainer(**(shows | given | changes | settings))
 
 

@@ -22,6 +22,7 @@ from ragen_pl.config.docstrings import description_of
 from ragen_pl.config.ending import or_exit
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.main import options_first, parsed
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.trust import write_settings
 from ragen_pl.slurm.job_file import SlurmSettings, job_file
 
@@ -125,16 +126,15 @@ def _own_settings(words: Sequence[str]) -> tuple[bool, SlurmSettings]:
         dry_run = given.get("dry_run", False)
         if unknown or not isinstance(dry_run, bool):
             raise ValueError(f"dry_run={dry_run}: expected true or false")
-        chosen = OmegaConf.to_container(given.get("slurm") or OmegaConf.create())
-        assert isinstance(chosen, dict)
+        chosen = plain(given.get("slurm"))
         known = SlurmSettings.__dataclass_fields__
-        if wrong := [str(name) for name in chosen if name not in known]:
+        if wrong := [name for name in chosen if name not in known]:
             raise ConfigError(f"unknown key slurm.{wrong[0]}: expected {', '.join(known)}")
         # 24:00:00 is a number of seconds in YAML
         times = [word.partition("=")[2] for word in words if word.startswith("slurm.time=")]
         if times:
             chosen["time"] = times[-1]
-        return dry_run, SlurmSettings(**{str(name): value for name, value in chosen.items()})
+        return dry_run, SlurmSettings(**chosen)
 
 
 def _composed(overrides: list[str], *, directory: str | None) -> DictConfig:

@@ -15,6 +15,7 @@ from pathlib import Path
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.foreign_files import is_inside, json_object
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.config.nodes import leaves
 from ragen_pl.config.trust import is_signed, signed
 
 RUN_FILE = "mlflow_run.json"
@@ -170,17 +171,13 @@ def version_tags(*, checkout: Path | None = None) -> dict[str, str]:
     return tags
 
 
-def flattened(settings: Mapping[str, object], *, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield nested settings as text under dotted names.
+def flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Return nested settings as text under dotted names.
 
     >>> dict(flattened({"a": {"b": [1, 2]}, "c": None}))
     {'a.b': '[1, 2]', 'c': 'None'}
     """
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, prefix=f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", str(value)
+    return ((name, str(value)) for name, value in leaves(settings, lists=False))
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -21,7 +21,8 @@ from support.runs.composing import composed, resolved
 
 from ragen_pl.base.constraints import Count, Fraction, Positive, problem, validated
 from ragen_pl.config import ConfigError, check_config, check_packages, config_dir
-from ragen_pl.config.check import fields_of_target, leaves
+from ragen_pl.config.check import fields_of_target
+from ragen_pl.config.nodes import leaves
 
 EVALUATION = ("endpoint", "validation_sets")  # groups of evaluate.yaml, not of fit.yaml
 

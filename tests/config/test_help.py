@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from support.runs.composing import composed, resolved
 
 from ragen_pl.config import ConfigError, config_dir
-from ragen_pl.config.check import leaves
+from ragen_pl.config.nodes import leaves
 from ragen_pl.evaluation.settings import resolve_evaluation
 from ragen_pl.slurm import submit
 

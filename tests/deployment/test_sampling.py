@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from ragen_pl.agent_programs.serving.chat_request import read_request
 from ragen_pl.agent_programs.serving.errors import RequestError
+from ragen_pl.agent_programs.serving.images import ImageReader
 from ragen_pl.deployment.sampling import read_sampling
 from ragen_pl.models.truncation import Truncation
 from ragen_pl.rollout.settings import EpisodeSettings
@@ -68,6 +70,7 @@ def test_seed():
     ],
 )
 def test_refused(given, named):
+    body = {"messages": [{"role": "user", "content": "go"}], **given}
     with pytest.raises(RequestError, match=re.escape(named)) as caught:
-        read_sampling(given, RUN)
+        read_sampling(read_request(body, ImageReader()).sampling, RUN)
     assert caught.value.status == 400

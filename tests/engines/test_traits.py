@@ -12,9 +12,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from support.models.copy_engine import CopyEngine
 
-from ragen_pl.assembly.build import assemble, plain
+from ragen_pl.assembly.build import assemble
 from ragen_pl.assembly.start_check import checked_engine_factory
 from ragen_pl.config import ConfigError, check_config, config_dir
+from ragen_pl.config.nodes import plain
 from ragen_pl.config.signatures import class_that_defines
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import EngineTraits

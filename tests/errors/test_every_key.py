@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from support.runs.composing import composed
 
 from ragen_pl.config import ConfigError, check_config
-from ragen_pl.config.check import leaves
+from ragen_pl.config.nodes import leaves
 
 
 @pytest.fixture(scope="module")

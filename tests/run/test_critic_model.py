@@ -8,8 +8,9 @@ import pytest
 import torch
 from support.runs.composing import composed
 
-from ragen_pl.assembly.build import assemble, build_agent, plain
+from ragen_pl.assembly.build import assemble, build_agent
 from ragen_pl.config import ConfigError
+from ragen_pl.config.nodes import plain
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.optimizers import MasterWeights
 from ragen_pl.run.trainer import build_trainer

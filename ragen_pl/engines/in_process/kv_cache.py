@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from ragen_pl.base.instances import instances
+
 # the longest row's fraction of the slots, below which empty slots are left out
 _DENSE_ABOVE = 0.9
 
@@ -254,9 +256,8 @@ class StateCache(DynamicCache):
 
     def memory_bytes(self) -> int:
         """Return the size of all keys, values and states."""
-        held = [tree_leaves(vars(layer)) for layer in self.layers]
-        tensors = [leaf for leaves in held for leaf in leaves if isinstance(leaf, Tensor)]
-        return sum(tensor.nbytes for tensor in tensors)
+        held = tree_leaves([vars(layer) for layer in self.layers])
+        return sum(tensor.nbytes for tensor in instances(held, Tensor))
 
 
 @dataclass(slots=True)
