@@ -141,7 +141,9 @@ def user_errors(
     request, so_far = requests[at], requests[: at + 1]
     later = {one.item for one in requests[at + 1 :]} - {request.item}
     known = {customer, *(word for one in so_far for word in (one.item, one.city) if word), *later}
-    names = {name.casefold() for name in (*ITEMS, *CITIES, *CUSTOMERS)} - set(map(str.casefold, known))
+    names = {name.casefold() for name in (*ITEMS, *CITIES, *CUSTOMERS)} - set(
+        map(str.casefold, known)
+    )
     goals = {_kind(one) for one in so_far} | ({EXCEPTION} if cue is Cue.EXCEPTION else set())
     code = str(request.code)
     found = {

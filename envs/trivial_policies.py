@@ -89,7 +89,10 @@ class Cycle:
 
 
 class GrantAll:
-    """Clerk at the support desk who grants every request, whatever the policy forbids."""
+    """Clerk at the support desk who grants every request, whatever the policy forbids.
+
+    In the customer's seat it says what the scripted customer says.
+    """
 
     needs_trust = ()
 
@@ -98,6 +101,8 @@ class GrantAll:
         from .support_desk_policy import MOVED, REFUNDED, Rule
 
         desk: Any = env.unwrapped
+        if desk.to_move() == desk.user_seat:
+            return str(desk.optimal_action(rng))
         request = desk.requests[desk.at]
         if not request.found:
             return call_text("find", item=request.item)
@@ -116,7 +121,10 @@ class GrantAll:
 
 
 class RefuseAll:
-    """Clerk at the support desk who refuses every request by the first rule of the policy that concerns it."""
+    """Clerk at the support desk who refuses every request by the first rule of the policy that concerns it.
+
+    In the customer's seat it says what the scripted customer says.
+    """
 
     needs_trust = ()
 
@@ -125,6 +133,8 @@ class RefuseAll:
         from .support_desk_policy import REFUSED, Rule
 
         desk: Any = env.unwrapped
+        if desk.to_move() == desk.user_seat:
+            return str(desk.optimal_action(rng))
         request = desk.requests[desk.at]
         if not request.found:
             return call_text("find", item=request.item)

@@ -373,7 +373,11 @@ class RolloutDataModule(MinibatchDataModule):
         self._ahead.drop()
 
     def _usable(self, played: Sequence[Trajectory]) -> UsableEpisodes:
-        return usable_episodes(played, self.proxy.failures)
+        return usable_episodes(
+            played,
+            self.proxy.failures,
+            leave_out_user_errors=self.settings.leave_out_user_errors,
+        )
 
     def _is_enough(self, usable: UsableEpisodes, iteration: int) -> bool:
         """Return whether enough episodes of a rollout are usable; the same on every rank."""

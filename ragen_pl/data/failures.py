@@ -25,6 +25,7 @@ class UsableEpisodes:
         count: Number of `trajectories` over all ranks.
         failed: Number of failed episodes over all ranks.
         dropped_groups: Number of groups with too few members over all ranks.
+        left_out: Number of episodes over all ranks that are left out for an error of their simulated user.
     """
 
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -32,6 +33,7 @@ class UsableEpisodes:
     count: int = 0
     failed: int = 0
     dropped_groups: int = 0
+    left_out: int = 0
 
     def __add__(self, other: UsableEpisodes) -> UsableEpisodes:
         """Return the episodes of two rollouts, which have no group in common."""
@@ -41,12 +43,14 @@ class UsableEpisodes:
             count=self.count + other.count,
             failed=self.failed + other.failed,
             dropped_groups=self.dropped_groups + other.dropped_groups,
+            left_out=self.left_out + other.left_out,
         )
 
     @property
     def fraction(self) -> float:
-        """Fraction of the episodes that is usable."""
-        return self.count / self.played if self.played else 0.0
+        """Fraction of the episodes that is usable, of those that are not left out."""
+        kept = self.played - self.left_out
+        return self.count / kept if kept else 0.0
 
     def is_enough(self, settings: FailureSettings) -> bool:
         """Return whether they are enough for an iteration; the same on every rank."""
@@ -54,7 +58,10 @@ class UsableEpisodes:
 
 
 def usable_episodes(
-    trajectories: Sequence[Trajectory], settings: FailureSettings
+    trajectories: Sequence[Trajectory],
+    settings: FailureSettings,
+    *,
+    leave_out_user_errors: bool = False,
 ) -> UsableEpisodes:
     """Return the episodes of an iteration that can be trained on. All ranks must call it.
 
@@ -62,20 +69,44 @@ def usable_episodes(
         trajectories: Trajectories of this rank; groups are whole on a rank.
         settings: Fraction of a group's episodes that it needs. A seat without a turn is no failure, so a group of a
             game's seat has the episodes in which it had one.
+        leave_out_user_errors: Whether those of an agent whose simulated user has made an error are left out; they are
+            no failures, as a seat without a turn.
+
+    Raises:
+        RolloutError: All are left out, or there are none.
     """
-    sound = [one for one in trajectories if one.status is not EpisodeStatus.FAILED]
-    sizes = Counter(one.group for one in trajectories)
+    kept = [one for one in trajectories if not (leave_out_user_errors and _is_misled(one))]
+    sound = [one for one in kept if one.status is not EpisodeStatus.FAILED]
+    sizes = Counter(one.group for one in kept)
     members = Counter(one.group for one in sound)
     # less the noise of a product
     needed = {group: settings.min_group_fraction * size - 1e-9 for group, size in sizes.items()}
     dropped = {group for group in sizes if members[group] < max(needed[group], 1)}
     usable = [one for one in sound if one.group not in dropped]
-    counts = [len(trajectories), len(usable), len(trajectories) - len(sound), len(dropped)]
+    numbers = [len(trajectories), len(usable), len(kept) - len(sound), len(dropped)]
+    counts = [*numbers, len(trajectories) - len(kept)]
     summed = sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
-    played, count, failed, groups = (int(number) for number in summed)
+    played, count, failed, groups, left_out = (int(number) for number in summed)
+    if left_out == played:
+        raise RolloutError(
+            f"rollout.leave_out_user_errors=true: the simulated user has made an error in all {played} episodes, and "
+            "none is left to train on; give it weights that make fewer, or set leave_out_user_errors=false"
+            if left_out
+            else "the policy had no turn in any episode of the iteration: another seat has ended all of them before"
+        )
     return UsableEpisodes(
-        trajectories=usable, played=played, count=count, failed=failed, dropped_groups=groups
+        trajectories=usable,
+        played=played,
+        count=count,
+        failed=failed,
+        dropped_groups=groups,
+        left_out=left_out,
     )
+
+
+def _is_misled(one: Trajectory) -> bool:
+    """Return whether a trajectory is that of an agent whose simulated user has made an error."""
+    return one.user_erred and not one.is_user and one.status is not EpisodeStatus.FAILED
 
 
 def seats_without_turn(trajectories: Sequence[Trajectory]) -> float | None:

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ragen_pl.algorithms.task_sampling import drawn_tasks, probabilities_of
 from ragen_pl.base.checked import checked
-from ragen_pl.base.constraints import Count, CountOrZero, Fraction, FractionBelowOne, PositiveFraction
+from ragen_pl.base.constraints import (
+    Count,
+    CountOrZero,
+    Fraction,
+    FractionBelowOne,
+    PositiveFraction,
+)
 from ragen_pl.base.distributed import sum_over_ranks
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.rollout_module import RolloutModule

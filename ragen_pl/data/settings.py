@@ -27,11 +27,13 @@ class IterationSettings:
         group_size: Number of episodes of a group, all from the same initial state.
         iterations_ahead: 1 to sample an iteration's rollout while the iteration before it trains, with weights one
             update older; 0 to sample it with present weights.
+        leave_out_user_errors: Whether the agent is not trained on episodes whose simulated user has made an error.
     """
 
     groups: Count = 128
     group_size: Count = 1
     iterations_ahead: IterationsAhead = 0
+    leave_out_user_errors: bool = False
 
 
 @checked

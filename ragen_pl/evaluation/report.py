@@ -32,9 +32,7 @@ def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
     # the success has an interval
     (success, _, _), *others = VALIDATED[:4]
     labels = [success, *(label for label, _, _ in others)]
-    played = [
-        metrics for one in validation_sets.values() for metrics in one["policies"].values()
-    ]
+    played = [metrics for one in validation_sets.values() for metrics in one["policies"].values()]
     users = SIMULATED_USER if any("user_errors" in metrics for metrics in played) else ()
     head = ["validation set", "policy", *labels, *passes, *(label for label, _, _ in users)]
     rows = []
