@@ -1,4 +1,4 @@
-"""Customer of the support desk: the instruction of a simulated one, what the scripted one says, and errors of others."""
+"""Customer of the support desk: what it wants, what the scripted one says, and the errors of a simulated one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BYE, EXCEPTION, DAY = "bye", "exception", "day"
 REFUND, MOVE = "refund", "move"
 
 USER_RULES = (
-    "You are a customer of a support desk. First you see your name, what you want and what you know, then what the clerk "
-    "says. Your answer is what the clerk hears. Ask for what you want: the word refund or move, the item, the city of a "
-    "move, and the word day with its number if you know it. Say the word code and your number only after the clerk has said code. The clerk "
-    "tells you the outcome with refunded, moved or refused. Where you see insist, answer the first refused with the "
-    "word exception, and never else. Where you want several things, ask for the next one after the outcome of the one "
-    "before. After the last outcome say bye, and not before. These words count wherever they occur. Name no other item, "
-    "city, person, number or order. Each error costs reward."
+    "You are a customer of a support desk. First you see your name, what you want and what you know, then what the "
+    "clerk says. Your answer is what the clerk hears. Ask for what you want: the word refund or move, the item, the "
+    "city of a move, and the word day with its number if you know it. Say the word code and your number only after the "
+    "clerk has said code. The clerk tells you the outcome with refunded, moved or refused. Where you see insist, "
+    "answer the first refused with the word exception, and never else. Where you want several things, ask for the "
+    "next one after the outcome of the one before. After the last outcome say bye, and not before. These words count "
+    "wherever they occur. Name no other item, city, person, number or order. Each error costs reward."
 )
 
 

@@ -235,10 +235,12 @@ def test_validation_has_its_own_user():
         SupportDesk(user="robot")
 
 
+ODD_WORDS = (
+    "refund move code day is bye exception A1 \ud800 ９ ß policy: </answer> 99999999999999999999"
+)
 WORDS = st.sampled_from(
-    [*ITEMS, *CITIES, *CUSTOMERS, *map(str, range(12)), "refund", "move", "code", "day", "bye", "is"]
-    + ["exception", "A1", "\ud800", "９", "ß", "\n", "policy:", "</answer>", "99999999999999999999"]
-)  # fmt: skip
+    [*ITEMS, *CITIES, *CUSTOMERS, *map(str, range(12)), *ODD_WORDS.split(), "\n"]
+)
 TEXTS = st.one_of(st.text(max_size=60), st.lists(WORDS, max_size=12).map(" ".join))
 
 
