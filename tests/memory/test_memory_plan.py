@@ -107,6 +107,10 @@ def measured_update(cfg) -> int:
 
 # bfloat16 is slow on processors without instructions for it
 FEW = ("rollout.groups=2",)
+TOP = (
+    "algorithm.loss.kl.hint=null", "algorithm.loss.kl.top_k=20", "algorithm.loss.kl.top_k_of=reference",
+    "+algorithm.loss.kl.reference={_target_: ragen_pl.assembly.teacher_server.TeacherServer, urls: [x]}",
+)  # fmt: skip
 CASES = {
     "critic and divergence": ("env=frozenlake", "algorithm=trico", *SMALL, "rollout.groups=32"),
     "images": ("env=frozenlake_visual", "algorithm=grpo", *SMALL, "rollout.groups=4"),
@@ -123,9 +127,10 @@ CASES = {
     "eager": ("env=frozenlake", "algorithm=grpo", "model.build.attn_implementation=eager", *LOADED, "rollout.groups=4"),
     "mixed precision": ("env=frozenlake", "algorithm=grpo", "trainer.precision=bf16-mixed", *LOADED, *FEW),
     "bfloat16 weights": ("env=frozenlake", "algorithm=grpo", HALF, *LOADED, *FEW),
+    "served teacher": ("env=frozenlake", "algorithm=opsd", *TOP, *SMALL, "rollout.groups=32"),
     "experts": ("env=frozenlake", "algorithm=grpo", *LOADED, *FEW),
 }  # fmt: skip
-FAST = ("critic and divergence", "images", "adapters", "experts")
+FAST = ("critic and divergence", "served teacher", "images", "adapters", "experts")
 
 
 @pytest.mark.parametrize(
