@@ -91,10 +91,11 @@ class TeacherServer:
         self._servers().check(policy)
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that the loss reads no more than the servers tell.
+        """Check that the loss reads no more than the servers tell, and ask them for as many ids as it reads.
 
         Raises:
-            ValueError: It does, or a server does not tell so many ids.
+            ValueError: It does.
+            ConfigError: A server does not tell so many, or does not answer.
         """
         kl = facts.loss.kl if isinstance(facts.loss, UpdateLoss) else None
         if kl is not None and kl.estimator.over_vocabulary:
@@ -117,7 +118,15 @@ class TeacherServer:
                 "rollout.temperature=1.0 rollout.top_p=null rollout.top_k=null rollout.min_p=null"
             )
         if kl is not None and kl.top is not None:
-            self._servers().check_number(kl.top.number)
+            self.check_top(kl.top.number)
+
+    def check_top(self, number: int) -> None:
+        """Check that the servers tell so many most likely ids at a position.
+
+        Raises:
+            ConfigError: One does not, or does not answer.
+        """
+        self._servers().check_top(number)
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the teacher. It is asked when it is called."""
@@ -202,7 +211,7 @@ class ServedTeacher(ServedReference):
             found = answer["choices"][0]["prompt_logprobs"]
             if len(found) != len(ids):
                 raise ValueError(f"{len(found)} positions of {len(ids)}")
-            return [read(_finite(found[column]), ids[column]) for column in columns]
+            return [read(_known(found[column]), ids[column]) for column in columns]
 
         parts = self._servers.read([ids for ids, _ in rows], read_row, number=number)
         return [one for part in parts for one in part]
@@ -220,7 +229,7 @@ class _Servers:
         """Check the tokenizer of each."""
         self._check(lambda server: check_tokenizer(server, bundle, key=f"{_KEY}.urls"))
 
-    def check_number(self, number: int) -> None:
+    def check_top(self, number: int) -> None:
         """Check that each tells so many ids of a position."""
 
         async def ask(server: Server) -> None:
@@ -347,7 +356,7 @@ async def _name(server: Server) -> str:
         raise InvalidAnswerError(f"{server.url} names no model") from error
 
 
-def _finite(position: Any) -> dict[int, float]:
+def _known(position: Any) -> dict[int, float]:
     """Return the log-probs of a position by id."""
     known = {int(token): float(about["logprob"]) for token, about in position.items()}
     if not all(math.isfinite(one) and one <= _ROUNDING for one in known.values()):

@@ -29,6 +29,7 @@ from support.servers.vllm_servers import CACHE_BYTES, ROOT, UserServer, environm
 from transformers import AutoModelForCausalLM
 
 from ragen_pl.assembly.teacher_server import TeacherServer
+from ragen_pl.config import ConfigError
 from ragen_pl.data.batch import Samples
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
@@ -317,6 +318,36 @@ def test_servers_score_a_policys_tokens_as_a_teacher(servers):
         logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
     expected = torch.where(samples.turn[:, 1:] >= 0, logprobs.squeeze(-1), 0.0)
     assert torch.allclose(scores[:, 1:], expected, atol=1e-4) and expected.std() > 0.1
+
+
+def test_servers_tell_the_most_likely_ids_of_a_teacher(servers):
+    bundle = build("text")
+    teacher = TeacherServer(urls=[one.url for one in servers], timeout_s=600.0)
+    with pytest.raises(ConfigError, match=r"top_k=21: .* 20.*; start it with --max-logprobs 21"):
+        teacher.check_top(21)
+    teacher.check_top(20)
+    ids = torch.randint(20, 80, (4, 30), generator=torch.Generator().manual_seed(0))
+    samples = Samples.of_one_turn(
+        ids,
+        (torch.arange(30) >= 10).expand(4, -1),
+        length=torch.full((4,), 30),
+        image_index=torch.full((4, 0), -1),
+    )
+    found = teacher.build(PolicyModule(bundle)).top_logprobs(samples, 20)
+    model = AutoModelForCausalLM.from_pretrained(servers[0].folder, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = model(ids).logits[:, 9:-1].log_softmax(-1).flatten(0, 1)
+    known, of_model = logprobs.topk(20)
+    possible = ~torch.isin(of_model, bundle.banned(ids.device))
+    assert not possible.all() and possible.any(-1).all()
+    # the others among the 20 are left out, and what is left has a sum of 1
+    never = (known.exp() * ~possible).sum(-1, keepdim=True)
+    own = (logprobs - (1 - never).log()).gather(-1, found.ids.long())
+    assert torch.allclose(found.logprobs[:, :-1], own, atol=1e-4)
+    rest = (1 - known.exp().sum(-1)) / (1 - never.squeeze(-1))
+    assert torch.allclose(found.logprobs[:, -1].exp(), rest, atol=1e-4)
+    sizes = [len({*row}) for row in found.ids.tolist()]
+    assert sizes == possible.sum(-1).tolist()
 
 
 def test_two_servers_share_the_sessions(connect):
