@@ -166,6 +166,7 @@ def _run_facts(
         loss=loss,
         callbacks=tuple(callbacks),
         compacts=cfg.context.get("compaction") is not None,
+        adapts_temperature=cfg.rollout.get("adaptive_temperature") is not None,
         truncates=truncation_of(episode_settings(cfg.rollout)) is not None,
         hinted=loss.hint is not None,
     )

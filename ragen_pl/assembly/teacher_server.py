@@ -112,10 +112,11 @@ class TeacherServer:
                     "which a server does not tell; set algorithm.loss.kl.weights.confidence=false"
                 )
         check_estimator(facts)
-        if facts.temperature != 1.0 or facts.truncates:
+        if facts.temperature != 1.0 or facts.adapts_temperature or facts.truncates:
             raise ValueError(
                 f"{_KEY}: a server scores at temperature 1 and over all ids, and the policy samples otherwise; set "
-                "rollout.temperature=1.0 rollout.top_p=null rollout.top_k=null rollout.min_p=null"
+                "rollout.temperature=1.0 rollout.adaptive_temperature=null rollout.top_p=null rollout.top_k=null "
+                "rollout.min_p=null"
             )
         if kl is not None and kl.top is not None:
             self.check_top(kl.top.number)

@@ -34,6 +34,7 @@ class RunFacts:
         callbacks: Callbacks of the run, in order.
         environments: Number of environments.
         compacts: Whether summaries replace a full history.
+        adapts_temperature: Whether turns are sampled at other temperatures than the base.
         truncates: Whether sampling leaves ids out (top-p, top-k, min-p).
         hinted: Whether the reference reads hints that the policy does not.
     """
@@ -60,6 +61,7 @@ class RunFacts:
     callbacks: tuple[object, ...]
     environments: int = 1
     compacts: bool = False
+    adapts_temperature: bool = False
     truncates: bool = False
     hinted: bool = False
 

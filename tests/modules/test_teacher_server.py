@@ -31,6 +31,9 @@ LARGER = TEXT | {"hidden_size": 48, "num_hidden_layers": 3}
 FULL = ("algorithm.loss.kl.estimator=full_reverse",)
 TOP = (*FULL, "algorithm.loss.kl.top_k_of=reference")
 WEIGHTS = "algorithm.loss.kl.weights={_target_: ragen_pl.algorithms.kl.DivergenceWeights}"
+ADAPTIVE = (
+    "rollout.adaptive_temperature={_target_: ragen_pl.rollout.temperature.AdaptiveTemperature}"
+)
 TARGET = "ragen_pl.assembly.teacher_server.TeacherServer"
 
 
@@ -219,6 +222,7 @@ def test_other_tokenizers_images_and_silent_servers_are_refused(make, servers):
         (("algorithm.loss.kl.estimator=k2",), None),
         (("algorithm.loss.kl.estimator=k2", "rollout.temperature=0.7"), "at temperature 1"),
         (("algorithm.loss.kl.estimator=k2", "rollout.top_p=0.9"), "at temperature 1"),
+        (("algorithm.loss.kl.estimator=k2", ADAPTIVE), "at temperature 1"),
     ],
 )
 def test_what_a_server_does_not_tell_is_refused_before_a_model_is_built(
