@@ -38,7 +38,7 @@ _STEPS, _TIMES = 64, 256
 # names that a library notes and opens nothing by
 _NOTES = ("_name_or_path", "name_or_path")
 # transformers makes a name for each when it reads a config
-_LABELS, _MAX_LABELS = "num_labels", 1_000_000
+_MAX_LABELS = 1_000_000
 _ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
 # weights in a pickle, a file of `torch.save`
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -131,21 +131,25 @@ def settings_text(file: Path) -> str:
     try:
         text = data.decode()
         for event in yaml.parse(text, Loader=PlainLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            values += isinstance(event, yaml.ScalarEvent)
-            if isinstance(event, yaml.AliasEvent):
-                # each level of them can double the values
-                raise ForeignFileError(f"{file} has an alias (*{event.anchor[:20]})")
+            match event:
+                case yaml.CollectionStartEvent():
+                    depth += 1
+                case yaml.CollectionEndEvent():
+                    depth -= 1
+                case yaml.AliasEvent():
+                    # each level of them can double the values
+                    raise ForeignFileError(f"{file} has an alias (*{event.anchor[:20]})")
+                case yaml.ScalarEvent():
+                    values += 1
+                    if _is_long_number(event):
+                        raise ForeignFileError(f"{file} has a number of more than {_DIGITS} digits")
             if depth > _SETTINGS_DEPTH or values > _SETTINGS_VALUES:
                 raise ForeignFileError(
                     f"{file} has more than {_SETTINGS_DEPTH} levels or {_SETTINGS_VALUES} values"
                 )
-            if isinstance(event, yaml.ScalarEvent) and _is_long_number(event):
-                raise ForeignFileError(f"{file} has a number of more than {_DIGITS} digits")
+    except ForeignFileError:
+        raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, ForeignFileError):
-            raise
         raise ForeignFileError(f"{file}: {' '.join(str(error).split())[:200]}") from error
     return text
 
@@ -165,6 +169,15 @@ def plain_json(text: str | bytes) -> Any:
     return from_json(text)
 
 
+def object_in(text: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a text, None where there is none."""
+    try:
+        found = plain_json(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def json_object(file: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file, None where there is none: the file may be damaged, or no plain one."""
     try:
@@ -181,12 +194,8 @@ def readable_json_object(file: Path) -> dict[str, Any] | None:
     """
     if not file.is_file() or file.stat().st_size > _DESCRIPTION_BYTES:
         return None
-    try:
-        with disk_errors_of(file):
-            found = plain_json(file.read_bytes())
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    with disk_errors_of(file):
+        return object_in(file.read_bytes())
 
 
 def archive_problem(file: Path | bytes) -> str | None:
@@ -382,9 +391,9 @@ def model_folder_problem(folder: Path) -> str | None:
                 return f"{file}: {key}={text[:200]} is a file outside of the folder"
             if key == "use_pretrained_backbone":
                 return f"{file}: {key}=true loads another model"
-        labels = described.get(_LABELS) if isinstance(described, dict) else None
-        if isinstance(labels, int) and labels > _MAX_LABELS:
-            return f"{file}: {_LABELS}={labels}: expected at most {_MAX_LABELS}"
+        match described:
+            case {"num_labels": int(labels)} if labels > _MAX_LABELS:
+                return f"{file}: num_labels={labels}: expected at most {_MAX_LABELS}"
     if (problem := _tokenizer_problem(folder / _TOKENIZER)) is not None:
         return problem
     pickles = sorted(file for pattern in _PICKLES for file in folder.glob(pattern))
@@ -415,20 +424,18 @@ def _tokenizer_problem(file: Path) -> str | None:
 
 def _growths(step: Any) -> Iterator[int]:
     """Yield how many times longer a text of one character may become by each step of a tokenizer's part."""
-    if isinstance(step, list):
-        for each in step:
-            yield from _growths(each)
-    elif isinstance(step, dict) and step.get("type") == "Replace":
-        pattern, length = step.get("pattern"), len(str(step.get("content")))
-        replaced = str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
-        # an expression may match nothing, between any two characters
-        yield max(1, length // len(replaced)) if replaced else 1 + length
-    elif isinstance(step, dict) and step.get("type") == "Prepend":
-        yield 1 + len(str(step.get("prepend")))
-    elif isinstance(step, dict):
-        # of a sequence
-        for each in step.values():
-            yield from _growths(each)
+    match step:
+        case {"type": "Replace", "pattern": {"String": replaced}} if replaced:
+            yield max(1, len(str(step.get("content"))) // len(str(replaced)))
+        case {"type": "Replace"}:
+            # an expression may match nothing, between any two characters
+            yield 1 + len(str(step.get("content")))
+        case {"type": "Prepend"}:
+            yield 1 + len(str(step.get("prepend")))
+        case dict() | list():
+            # steps one after the other, in lists or by name
+            for each in step.values() if isinstance(step, dict) else step:
+                yield from _growths(each)
 
 
 def _named(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, NotRequired, Protocol
+from typing import Any, NotRequired, Protocol, TypeVar
 
 import numpy as np
 from PIL import Image
-from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ragen_pl.base.files import atomic_write, disk_errors_of
@@ -24,6 +22,7 @@ from ragen_pl.base.json_text import json_text
 from ragen_pl.base.rgb import open_picture
 from ragen_pl.trajectory import Trajectory, Turn
 
+T = TypeVar("T")
 SCHEMA = 2
 FILE = "trajectories.jsonl"
 IMAGES = "images"
@@ -86,12 +85,6 @@ class Record(TypedDict):
     initial_state: NotRequired[str | None]
     environment: NotRequired[str | None]
     user_errors: NotRequired[list[list[str]]]
-
-
-@cache
-def _records() -> TypeAdapter[Record]:
-    # an evaluation that writes records reads none
-    return TypeAdapter(Record)
 
 
 class TokenReader(Protocol):
@@ -392,22 +385,23 @@ def parse_record(line: str, *, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: expected a record, found {line[:60]!r}") from error
     if schema != SCHEMA:
         raise ValueError(f"{place}: found schema {schema}, expected {SCHEMA}")
-    checked_types(_records(), record, place=place)
+    checked_types(Record, record, place=place)
     return record
 
 
-def checked_types(types: TypeAdapter[Any], value: object, *, place: str) -> None:
-    """Check the types of a value of somebody else's file.
+def checked_types(kind: type[T], value: object, *, place: str) -> T:
+    """Return a value of somebody else's file as a type has it, see `ragen_pl.base.typed_json.typed`.
 
     Raises:
         ValueError: With the first that is wrong.
     """
+    # a run that writes records reads none
+    from ragen_pl.base.typed_json import TypeFault, typed
+
     try:
-        types.validate_python(value, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        inner = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{place}: {inner}: {first['msg']}") from error
+        return typed(kind, value)
+    except TypeFault as fault:
+        raise ValueError(f"{place}: {fault}") from None
 
 
 def read_image(folder: Path, name: object, *, formats: Sequence[str] = ("PNG",)) -> bytes | None:

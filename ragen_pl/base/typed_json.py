@@ -33,6 +33,8 @@ def _or_none(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
 OR_NONE = WrapValidator(_or_none)
 """Metadata of a part that is read as None where it has another type."""
 
+# of a value, among which the nearest one is looked for
+_MOST_FAULTS = 100
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100
 # expectations of pydantic's errors, in the words of the package's other messages
@@ -42,6 +44,7 @@ _EXPECTED: Mapping[str, str] = {
     "float_type": "a number",
     "greater_than_equal": "at least {ge}",
     "int_type": "a whole number",
+    "less_than_equal": "at most {le}",
     "list_type": "a list",
     "literal_error": "{expected}",
     "missing": "a value",
@@ -94,7 +97,7 @@ def typed(kind: type[T], value: object) -> T:
         result: T = _adapter(kind).validate_python(value, strict=True)  # type: ignore[arg-type]
         return result
     except ValidationError as error:
-        faults = [_fault(each, value) for each in error.errors(include_url=False)]
+        faults = [_fault(each, value) for each in error.errors(include_url=False)[:_MOST_FAULTS]]
     place = faults[0][1].place
     inner = [each for each in faults if each[1].place.startswith(place)]
     nearness, nearest = max(inner, key=itemgetter(0))

@@ -7,13 +7,11 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, NotRequired
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -51,11 +49,6 @@ _Line = TypedDict(
         "group": NotRequired[int | str],
     },
 )
-
-
-@cache
-def _lines() -> TypeAdapter[Any]:
-    return TypeAdapter(_Line)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -260,7 +253,7 @@ def _reward(value: float, place: str) -> float:
 def _of_conversation(
     read: Mapping[str, Any], line: str, *, place: str, folder: Path
 ) -> RecordedEpisode:
-    checked_types(_lines(), read, place=place)
+    checked_types(_Line, read, place=place)
     messages = list(read["messages"])
     roles = [message["role"] for message in messages]
     system = messages.pop(0) if roles[:1] == ["system"] else None

@@ -8,7 +8,6 @@ and at the server's end; with 1011 where infrastructure has failed under its env
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from ragen_pl.base.access import bearer_key, key_digest, refusal
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, Port, Positive
 from ragen_pl.base.error_text import named_error
+from ragen_pl.base.foreign_files import object_in
 from ragen_pl.environments.hosted import (
     HostedEnvironment,
     Maker,
@@ -314,12 +314,7 @@ class EnvironmentServer:
 
 def _request(text: str | None) -> Message:
     """Return a message; one of no type where it is no JSON object."""
-    try:
-        found = json.loads(text or "null")
-    # deep nesting, numbers of many digits
-    except (ValueError, RecursionError):
-        return {"invalid": True}
-    return found if isinstance(found, dict) else {"invalid": True}
+    return object_in(text or "") or {"invalid": True}
 
 
 def _answer(environment: HostedEnvironment, request: Message) -> Message:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ragen_pl.base.files import atomic_write
-from ragen_pl.base.foreign_files import plain_json
+from ragen_pl.base.foreign_files import object_in, plain_json
 from ragen_pl.base.lines import LinesFile, whole_lines
 
 FILE = "metrics.jsonl"
@@ -73,9 +73,9 @@ class Point:
         return line if self.tracked else line | {"tracked": False}
 
 
-def point_of(line: Any) -> Point | None:
+def point_of(line: Mapping[str, Any] | None) -> Point | None:
     """Return the point of a line, such as a row of an earlier version; None if it is none."""
-    if not isinstance(line, dict):
+    if line is None:
         return None
     metrics, step = line.get("metrics"), line.get("step")
     if metrics is None:
@@ -91,13 +91,6 @@ def point_of(line: Any) -> Point | None:
     if time_s is not None and not math.isfinite(time_s):
         time_s = None
     return Point(int(step), numbers, str(phase), time_s, line.get("tracked") is not False)
-
-
-def _json_of(line: bytes) -> Any:
-    """Return the JSON value in a line, None if it holds none."""
-    with suppress(ValueError):
-        return plain_json(line)
-    return None
 
 
 def _number(value: object) -> float | None:
@@ -164,8 +157,8 @@ class RecordReader:
 def entries(file: Path, *, start: int = 0) -> Iterator[tuple[int, int, Point | int]]:
     """Yield the points of a record and the numbers of points to keep, with the bytes that each begins and ends at."""
     for at, line in whole_lines(file, start=start):
-        value = _json_of(line)
-        keep = value.get("keep") if isinstance(value, dict) else None
+        value = object_in(line)
+        keep = None if value is None else value.get("keep")
         entry = keep if isinstance(keep, int) and keep >= 0 else point_of(value)
         if entry is not None:
             yield at, at + len(line), entry
@@ -180,7 +173,7 @@ def point_at(file: Path, at: int) -> Point | None:
         if at and stream.read(1) != b"\n":
             return None
         line = stream.readline(_LONGEST_LINE)
-    return point_of(_json_of(line)) if line.endswith(b"\n") else None
+    return point_of(object_in(line)) if line.endswith(b"\n") else None
 
 
 class LoggedPoints:
@@ -318,7 +311,7 @@ def _earlier_lines(folder: Path) -> Iterator[dict[str, Any]]:
                 yield {"step": numbers.pop("step", None), "metrics": numbers}
     for name in (FILE, _ROWS):
         for _, line in whole_lines(folder / name):
-            yield _json_of(line)
+            yield object_in(line)
 
 
 def inherit(folder: Path, source: Path) -> None:

@@ -16,7 +16,9 @@ from itertools import islice
 from typing import Annotated, Any, Protocol
 
 from ragen_pl.base.checked import checked
-from ragen_pl.base.constraints import Open
+from ragen_pl.base.constraints import Fraction, Open
+from ragen_pl.base.foreign_files import object_in
+from ragen_pl.base.typed_json import typed_or_none
 from ragen_pl.rewards.shaping import Gather
 from ragen_pl.rollout.chat_answers import Answer
 from ragen_pl.rollout.endpoint import ChatEndpoint, Failure, Message
@@ -181,14 +183,8 @@ def read_verdict(reply: str) -> float | None:
     [0.5, 1.0, None, None]
     """
     start, end = reply.find("{"), reply.rfind("}")
-    try:
-        verdict = json.loads(reply[start : end + 1]) if start >= 0 else None
-    except (ValueError, RecursionError):
-        return None
-    score = verdict.get("score") if isinstance(verdict, dict) else None
-    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
-        return None
-    return float(score)
+    verdict = (object_in(reply[start : end + 1]) if start >= 0 else None) or {}
+    return typed_or_none(Fraction, verdict.get("score"))
 
 
 @checked

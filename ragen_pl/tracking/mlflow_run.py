@@ -68,14 +68,12 @@ def known_run(folder: Path) -> dict[str, str]:
     if not file.exists():
         return {}
     found = json_object(file) if is_inside(folder, file) else None
-    names = ("run_id", "tracking_uri")
-    if found is None or not all(isinstance(found.get(name), str) for name in names):
-        raise ConfigError(
-            f"{file}: expected {' and '.join(names)} of an MLflow run; remove the file"
-        )
-    signature = found.get("signature")
-    known = {name: found[name] for name in names}
-    return known | {"signature": signature if isinstance(signature, str) else ""}
+    match found:
+        case {"run_id": str(run_id), "tracking_uri": str(uri), "signature": str(signature)}:
+            return {"run_id": run_id, "tracking_uri": uri, "signature": signature}
+        case {"run_id": str(run_id), "tracking_uri": str(uri)}:
+            return {"run_id": run_id, "tracking_uri": uri, "signature": ""}
+    raise ConfigError(f"{file}: expected run_id and tracking_uri of an MLflow run; remove the file")
 
 
 def is_own_note(known: Mapping[str, str]) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ragen_pl.base.files import atomic_write
-from ragen_pl.base.foreign_files import check_plain, json_object, plain_json
+from ragen_pl.base.foreign_files import check_plain, json_object, object_in
 from ragen_pl.base.lines import LinesFile, whole_lines
 
 log = logging.getLogger(__name__)
@@ -194,16 +194,14 @@ def _call(line: bytes) -> Call:
     Raises:
         RefusedError: It holds none.
     """
-    try:
-        call = plain_json(line)
-    except ValueError as error:
-        raise RefusedError(f"{error}; found {line[:60]!r}") from error
-    if not isinstance(call, dict):
-        raise RefusedError(f"expected an object, found {line[:60]!r}")
+    if (call := object_in(line)) is None:
+        raise RefusedError(f"expected a JSON object, found {line[:60]!r}")
     return call
 
 
 def _noted(folder: Path) -> int:
     """Return how many bytes of a folder's calls are sent, 0 where its note says nothing of the kind."""
-    count = (json_object(folder / _SENT) or {}).get("bytes")
-    return count if isinstance(count, int) and count >= 0 else 0
+    match json_object(folder / _SENT):
+        case {"bytes": int(count)} if count >= 0:
+            return count
+    return 0

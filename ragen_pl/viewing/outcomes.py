@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ragen_pl.base.instances import instances
+
 SUCCESS = "success"
 KINDS = (
     "environment failed",
@@ -37,7 +39,7 @@ def kind_of(record: Mapping[str, Any]) -> str:
     if record.get("success"):
         return SUCCESS
     turns = record.get("turns")
-    turns = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    turns = instances(turns, dict) if isinstance(turns, list) else []
     last = turns[-1] if turns else {}
     seen = Counter(str((turn.get("observation"), turn.get("images"))) for turn in turns)
     idle = sum(bool(turn.get("valid")) and not turn.get("effective") for turn in turns)

@@ -7,7 +7,6 @@ they are finite, their texts are shortened, and what is damaged is left out.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -19,9 +18,10 @@ from typing import Any
 
 import yaml
 
-from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, settings_text
+from ragen_pl.base.foreign_files import PlainLoader, is_inside, object_in, settings_text
 from ragen_pl.base.records import FILE, read_records
 from ragen_pl.base.settings_files import FIRST, newest_settings
+from ragen_pl.base.typed_json import typed_or_none
 from ragen_pl.checkpoints import lock
 from ragen_pl.metrics.proportions import Z, reports_success, wilson
 from ragen_pl.metrics.record import RecordReader, Row
@@ -191,11 +191,7 @@ def read_references(folder: Path) -> dict[str, dict[str, float]]:
     They are known when the run has ended: a random, a trivial and an optimal policy, the policy without images ...
     """
     found: dict[str, dict[str, float]] = {}
-    try:
-        metrics = json.loads(_text(folder, _METRICS) or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    for name, value in metrics.items() if isinstance(metrics, dict) else ():
+    for name, value in (object_in(_text(folder, _METRICS)) or {}).items():
         policy, _, metric = str(name).partition("/")
         if metric in _OF_REFERENCES and policy not in _OF_THE_RUN and _is_finite(value):
             found.setdefault(policy.replace("_", " ")[:_LENGTH], {})[metric] = float(value)
@@ -241,13 +237,8 @@ def episodes_page(folder: Path, name: str, *, title: str, episodes: int) -> str:
 
 def _played(folder: Path, name: str) -> dict[str, int] | None:
     """Return the numbers of all episodes, of which the records are some; None if they are not known."""
-    try:
-        counts = json.loads(_text(folder, name) or "null")
-    except (ValueError, RecursionError):
-        return None
-    names = outcomes([])
-    known = isinstance(counts, dict) and counts.keys() == names.keys()
-    return counts if known and all(type(one) is int for one in counts.values()) else None
+    counts = typed_or_none(dict[str, int], object_in(_text(folder, name)))
+    return counts if counts is not None and counts.keys() == outcomes([]).keys() else None
 
 
 def outcome_counts(folder: Path, name: str) -> dict[str, int]:
@@ -335,11 +326,6 @@ def _is_readable(folder: Path, file: Path, *, most: int = _MAX_BYTES) -> bool:
 
 
 def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file without those lines that hold none."""
-    for line in _text(folder, name).splitlines():
-        try:
-            value = plain_json(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
+    """Return the objects of a JSONL file without those lines that hold none."""
+    lines = map(object_in, _text(folder, name).splitlines())
+    return (line for line in lines if line is not None)

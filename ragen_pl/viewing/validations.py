@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
-from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ragen_pl.base.files import atomic_write
-from ragen_pl.base.foreign_files import is_inside, plain_json
+from ragen_pl.base.foreign_files import is_inside, object_in
 from ragen_pl.base.json_text import json_text
-from ragen_pl.base.records import initial_state
+from ragen_pl.base.records import checked_types, initial_state
 from ragen_pl.trajectory import Trajectory
 
 FOLDER = "validations"
@@ -27,7 +25,6 @@ SCHEMA = 1
 _NAME = re.compile(r"iteration_([0-9]{4,9})\.json")
 _MAX_BYTES = 1 << 26
 
-Checked = TypeVar("Checked")
 # numbers that are exact, and finite, as float64
 _Count = Annotated[int, Ge(0), Le(1 << 53)]
 _Number = Annotated[float, Ge(-1e300), Le(1e300)]
@@ -75,17 +72,6 @@ class Validation(TypedDict):
     episodes: list[Outcome]
 
 
-@cache
-def _outcomes() -> TypeAdapter[Outcome]:
-    # a run that writes validations reads none
-    return TypeAdapter(Outcome)
-
-
-@cache
-def _validations() -> TypeAdapter[Validation]:
-    return TypeAdapter(Validation)
-
-
 def outcome_of(trajectory: Trajectory) -> Outcome:
     """Return how an episode ended."""
     return {
@@ -114,7 +100,7 @@ def outcome_of_record(record: Mapping[str, Any]) -> Outcome:
         "turns": len(record["turns"]),
         "response_tokens": sum(len(turn.get("response_ids", ())) for turn in record["turns"]),
     }
-    return _checked(_outcomes(), outcome)
+    return checked_types(Outcome, outcome, place="record")
 
 
 def write_validation(validation: Validation, run: Path) -> Path:
@@ -143,18 +129,7 @@ def read_validation(file: Path) -> Validation:
     """
     if file.stat().st_size > _MAX_BYTES:
         raise ValueError(f"{file}: larger than {_MAX_BYTES} bytes")
-    try:
-        content = plain_json(file.read_bytes())
-        if isinstance(content, dict) and content.get("schema") != SCHEMA:
-            raise ValueError(f"found schema {content.get('schema')}, expected {SCHEMA}")
-        return _checked(_validations(), content)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def _checked(adapter: TypeAdapter[Checked], value: object) -> Checked:
-    try:
-        return adapter.validate_python(value, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    content = object_in(file.read_bytes())
+    if content is not None and content.get("schema") != SCHEMA:
+        raise ValueError(f"{file}: found schema {content.get('schema')}, expected {SCHEMA}")
+    return checked_types(Validation, content, place=str(file))

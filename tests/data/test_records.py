@@ -353,7 +353,7 @@ def test_changed_records_are_refused(vlm, tmp_path):
         "its prompt has other images": set_turn(prompt_images=[]),
         r"\.\./secret.png is no PNG": set_turn(images=["../secret.png"]),
         "context.leave_out": set_turn(turns_left_out=[1]),
-        "Input should be a valid": set_turn(valid="yes"),
+        "valid=.yes.: expected true or false": set_turn(valid="yes"),
         "has no reward": set_turn(reward=None),
         "has a reward of nan, expected": set_turn(reward=float("nan")),
         r"has a reward of -1e\+30, expected": set_turn(reward=-1e30),
@@ -399,7 +399,10 @@ def test_only_plain_files_of_the_folder_are_opened(vlm, tmp_path):
     [
         ("{", "expected a record or a conversation"),
         ('{"messages": []}', "found roles"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "messages.0.content"),
+        (
+            '{"messages": [{"role": "user", "content": 3}]}',
+            r"messages\[0\].content=3: expected a text or a list",
+        ),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "found roles"),
         ('{"schema": 1}', "found schema 1"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -188,9 +189,9 @@ def with_alias(folder: Path) -> None:
         (not_held_out, "training may have used initial states of set=held_out; train with validation.held_out=true"),
         (in_another_place, "kept no validation of held_out in validations/; evaluate it: python -m ragen_pl.evaluate"),
         (elsewhere, "kept no validation of held_out"),
-        (lambda run: made_run(run, [], changes={1: {"turns": 10**400}}), "episodes.1.turns: Input should be less than"),
-        (lambda run: made_run(run, [], changes={1: {"return": float("nan")}}), "episodes.1.return: Input should be a"),
-        (damaged, "with={run}: {run}/validations/held_out/iteration_0008.json: iteration: Field required; give"),
+        (lambda run: made_run(run, [], changes={1: {"turns": 10**400}}), "episodes[1].turns=1000"),
+        (lambda run: made_run(run, [], changes={1: {"return": math.nan}}), "[1].return=None: expected a number"),
+        (damaged, "with={run}: {run}/validations/held_out/iteration_0008.json: iteration=None: expected a value; give"),
         (large, "larger than 67108864 bytes"),
         (twice, "seed 4 and member 0 are there twice"),
         (with_alias, "has an alias (*a)"),
