@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
 
 import gymnasium
 import numpy as np
+from typing_extensions import TypedDict
 
+from ragen_pl.base.constraints import CountOrZero
 from ragen_pl.base.data_url import data_url
 from ragen_pl.base.error_text import named_error
+from ragen_pl.base.typed_json import OR_NONE, TypeFault, typed
 from ragen_pl.environments.answers import AnswerReader
 from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.manager import CREATION_FACTOR
@@ -31,6 +34,17 @@ from ragen_pl.trajectory import FailureCause, Observation
 T = TypeVar("T")
 Message = dict[str, Any]
 Maker = Callable[[], gymnasium.Env[Any, Any]]
+
+
+class _Reset(TypedDict, total=False):
+    seed: CountOrZero | None
+    options: dict[str, Any] | None
+    episode_id: Any
+
+
+class _Step(TypedDict):
+    message: str
+    metadata: NotRequired[Annotated[dict[str, Any] | None, OR_NONE]]
 
 
 class SessionBroken(ConnectionError):
@@ -85,8 +99,7 @@ class HostedEnvironment:
         Raises:
             SessionBroken: Infrastructure has failed; the environment is not usable any more.
         """
-        kind, data = request.get("type"), request.get("data")
-        data = data if isinstance(data, Mapping) else {}
+        kind, data = request.get("type"), request.get("data") or {}
         try:
             if kind == "reset":
                 return self._reset(data)
@@ -98,6 +111,8 @@ class HostedEnvironment:
             raise _Refused("UNKNOWN_TYPE", f"found {kind!r}, expected reset, step, state or close")
         except _Refused as refusal:
             return error_message(refusal.code, str(refusal))
+        except TypeFault as fault:
+            return error_message("VALIDATION_ERROR", str(fault))
         except Exception as error:  # an environment may raise anything
             self.is_usable, self.is_over = False, True
             text = named_error(error)
@@ -113,14 +128,10 @@ class HostedEnvironment:
             # one that hangs is in its thread, where alone it could be closed
             self._workers.submit([(0, self._env.close)])
 
-    def _reset(self, data: Mapping[str, Any]) -> Message:
-        seed, options = data.get("seed"), data.get("options")
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
-            raise _Refused("VALIDATION_ERROR", f"seed: found {seed!r}, expected a whole number")
-        if options is not None and not isinstance(options, Mapping):
-            raise _Refused("VALIDATION_ERROR", f"options: found {options!r}, expected an object")
-        self._answer, self._number, self._episode = None, 0, data.get("episode_id")
-        answer: Message = self._call(partial(self._begun, seed, options))
+    def _reset(self, data: object) -> Message:
+        given = typed(_Reset, data)
+        self._answer, self._number, self._episode = None, 0, given.get("episode_id")
+        answer: Message = self._call(partial(self._begun, given.get("seed"), given.get("options")))
         self.is_over = False
         return answer
 
@@ -131,9 +142,9 @@ class HostedEnvironment:
             self._reader.observation(raw), reward=None, done=False, metadata=metadata
         )
 
-    def _step(self, data: Mapping[str, Any]) -> Message:
-        metadata = data.get("metadata")
-        number = metadata.get("step") if isinstance(metadata, Mapping) else None
+    def _step(self, data: object) -> Message:
+        given = typed(_Step, data)
+        number = (given.get("metadata") or {}).get("step")
         if number is not None and number == self._number and self._answer is not None:
             self.repeated += 1
             return self._answer
@@ -146,14 +157,14 @@ class HostedEnvironment:
         self._number += 1
         self.steps += 1
         try:
-            self._answer = self._call(partial(self._stepped, data.get("message")))
+            self._answer = self._call(partial(self._stepped, given["message"]))
         except _Refused as refusal:
             self._answer = error_message(refusal.code, str(refusal))
             self._answer["data"]["metadata"] = {"step": self._number}
         self.is_over = bool(self._answer["data"].get("done"))
         return self._answer
 
-    def _stepped(self, text: object) -> Message:
+    def _stepped(self, text: str) -> Message:
         answer = self._env.step(self._action(text))
         step = self._reader.step(answer)
         metadata = {
@@ -175,11 +186,9 @@ class HostedEnvironment:
             metadata=metadata,
         )
 
-    def _action(self, text: object) -> int | str:
+    def _action(self, text: str) -> int | str:
         """Return the action of a text: the text itself, or the number of the action of that name."""
         names, longest = self._members.action_names, self._members.max_action_length
-        if not isinstance(text, str):
-            raise _Refused("VALIDATION_ERROR", f"message: found {text!r}, expected a text")
         if names is None:
             if longest is not None and len(text) > longest:
                 raise _Refused(
