@@ -33,6 +33,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from ragen_pl.base.error_text import exit_code
+
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 _MIB = 1024 * 1024
 # time for the children of a program to die
@@ -240,7 +242,7 @@ def _run(
         code = 0
     # any error of the program, its exits too
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = exit_code(error)
     except BaseException:
         traceback.print_exc()
         code = 1 if order["command"] is None else 127

@@ -13,6 +13,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from ragen_pl.assembly.build import build_bundle
+from ragen_pl.base.error_text import error_chain
+from ragen_pl.base.instances import instances
 from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.base.tensor_files import NoLargerThan, TooLargeError, load_plain
 from ragen_pl.checkpoints.checkpoint_check import changed_entry
@@ -105,9 +107,7 @@ def build_for(
             return build_bundle(cfg)
     except Exception as error:
         # Hydra raises an error of its own on top
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, TooLargeError):
-            cause = cause.__cause__
+        cause = next(iter(instances(error_chain(error), TooLargeError)), None)
         if cause is None:
             raise
         numbers = {

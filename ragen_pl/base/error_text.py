@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 def error_text(error: BaseException) -> str:
     """Return the text of an error as UTF-8 can hold it, also where `__str__` raises or returns something else.
@@ -23,6 +25,25 @@ def named_error(error: BaseException) -> str:
     "KeyError: 'door'"
     """
     return f"{type(error).__name__}: {error_text(error)}"
+
+
+def error_chain(error: BaseException, *, shown: bool = False) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from, or during; if `shown`, those that a traceback shows."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or (None if shown and one.__suppress_context__ else one.__context__)
+
+
+def exit_code(error: SystemExit) -> int:
+    """Return the code that Python ends with: 0 without one, 1 for a text.
+
+    >>> exit_code(SystemExit()), exit_code(SystemExit("no door")), exit_code(SystemExit(3))
+    (0, 1, 3)
+    """
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def shortened(text: str, *, longest: int) -> str:

@@ -17,6 +17,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from ragen_pl.base.error_text import error_chain
+from ragen_pl.base.instances import instances
+
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """Signals that stop a run. Job queues send SIGUSR1, a terminal that is closed SIGHUP."""
 
@@ -123,12 +126,7 @@ def report(text: str) -> None:
 
 def stop_behind(error: BaseException) -> Stopped | None:
     """Return the `Stopped` that was closing files and processes when another error came; None without one."""
-    behind: BaseException | None = error
-    seen: set[int] = set()
-    while behind is not None and not isinstance(behind, Stopped) and id(behind) not in seen:
-        seen.add(id(behind))
-        behind = behind.__cause__ or behind.__context__
-    return behind if isinstance(behind, Stopped) else None
+    return next(iter(instances(error_chain(error), Stopped)), None)
 
 
 def ending() -> None:

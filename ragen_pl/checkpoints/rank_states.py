@@ -118,7 +118,7 @@ class RankStates(Sequence[Any]):
             RankStatesError: Its file is missing or has changed.
         """
         entry = self.files[number]
-        file = self.folder / _plain_name(entry["name"])
+        file = self.folder / plain_name(entry["name"])
         if not file.exists() or file.stat().st_size != entry["bytes"]:
             raise RankStatesError(f"{file}: expected a file of {entry['bytes']} bytes; copy it too")
         with file.open("rb") as stream:
@@ -144,7 +144,7 @@ def load_rank_states(checkpoint: Any, *, folder: Path) -> Any:
     # subclasses are states of modules
     if type(checkpoint) is dict:
         if checkpoint.get("kind") == _KIND:
-            states = folder / _plain_name(checkpoint["folder"])
+            states = folder / plain_name(checkpoint["folder"])
             return RankStates(states, tuple(checkpoint["files"]))
         return {name: load_rank_states(value, folder=folder) for name, value in checkpoint.items()}
     if isinstance(checkpoint, list):
@@ -152,7 +152,12 @@ def load_rank_states(checkpoint: Any, *, folder: Path) -> Any:
     return checkpoint
 
 
-def _plain_name(name: object) -> str:
+def plain_name(name: object) -> str:
+    """Return a name of a file or folder without a path.
+
+    Raises:
+        RankStatesError: It is none.
+    """
     if not isinstance(name, str) or Path(name).name != name:
         raise RankStatesError(
             f"a checkpoint names the file {name!r}, expected a name without a path; give one that ragen_pl wrote"

@@ -41,9 +41,11 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from ragen_pl.base.distributed import own_part
+from ragen_pl.base.error_text import error_chain
 from ragen_pl.base.files import PARTIAL, atomic_write
 from ragen_pl.base.finite import first_non_finite
 from ragen_pl.base.foreign_files import bare_pickle_problem
+from ragen_pl.base.instances import instances
 from ragen_pl.checkpoints.checkpoint_check import (
     DIGEST,
     FILES,
@@ -53,7 +55,7 @@ from ragen_pl.checkpoints.checkpoint_check import (
     names_folder,
 )
 from ragen_pl.checkpoints.known_pickle import KnownUnpickler, by_name
-from ragen_pl.checkpoints.rank_states import folder_of_states, load_rank_states
+from ragen_pl.checkpoints.rank_states import folder_of_states, load_rank_states, plain_name
 from ragen_pl.config.errors import ConfigError
 
 SHARDS = "shards"
@@ -134,11 +136,10 @@ class _Reader(dcp.FileSystemReader):
             raise pickle.UnpicklingError(
                 f"expected a list of tensors, found {type(listed).__name__}"
             )
-        names = {_plain_name(entry.relative_path) for entry in listed.storage_data.values()}
+        names = {plain_name(entry.relative_path) for entry in listed.storage_data.values()}
         chunks = sum(
             len(entry.chunks)
-            for entry in listed.state_dict_metadata.values()
-            if isinstance(entry, TensorStorageMetadata)
+            for entry in instances(listed.state_dict_metadata.values(), TensorStorageMetadata)
         )
         needed = sum(entry.length for entry in listed.storage_data.values())
         found = sum((Path(self.path) / name).stat().st_size for name in names)
@@ -181,17 +182,6 @@ def _of_metadata() -> dict[tuple[str, str], Any]:
     return by_name(classes) | types | paths
 
 
-def _plain_name(name: object) -> str:
-    """Return a name of a file or folder without a path.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if not isinstance(name, str) or Path(name).name != name:
-        raise ValueError(f"expected a name without a path, found {name!r}")
-    return name
-
-
 def read_shards(
     checkpoint: dict[str, Any],
     file: Path,
@@ -216,7 +206,7 @@ def read_shards(
     """
     if SHARDS not in checkpoint:
         return checkpoint
-    folder = file.parent / _plain_name(checkpoint[SHARDS])
+    folder = file.parent / plain_name(checkpoint[SHARDS])
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{file} keeps its tensors in the folder {folder.name}, which is not next to it; copy both"
@@ -292,8 +282,7 @@ def _check_sizes(listed: Mapping[str, Any], folder: Path) -> None:
     """
     needed = sum(
         entry.size.numel() * entry.properties.dtype.itemsize
-        for entry in listed.values()
-        if isinstance(entry, TensorStorageMetadata)
+        for entry in instances(listed.values(), TensorStorageMetadata)
     )
     found = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     if needed > found:
@@ -366,9 +355,7 @@ def write_tensors(state: Mapping[str, Any], file: Path) -> None:
             torch.save(state, stream)
     except (RuntimeError, OSError) as error:
         # torch raises an error of its own on top of the disk's
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
+        cause = next(iter(instances(error_chain(error), OSError)), None)
         if cause is None or cause.errno is None:
             raise
         free = shutil.disk_usage(file.parent).free >> 20

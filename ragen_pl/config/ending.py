@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from hydra.errors import InstantiationException
 
-from ragen_pl.base.error_text import error_text, named_error, shortened
+from ragen_pl.base.error_text import error_text, exit_code, named_error, shortened
 from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.base.stop_signals import stop_behind
 from ragen_pl.config.errors import ConfigError, in_one_line, of_instantiation
@@ -75,8 +75,7 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, OSError) and (error.errno is None or error.errno in _DISK_ERRORS):
         return Ending(error_text(error) if error.errno is None else _disk_error(error))
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        return Ending(f"ended by sys.exit({error.code!r})", code=code or 1)
+        return Ending(f"ended by sys.exit({error.code!r})", code=exit_code(error) or 1)
     text = shortened(named_error(error), longest=700).removesuffix(":")
     notes = getattr(error, "__notes__", [])
     trace = traceback.TracebackException.from_exception(error)

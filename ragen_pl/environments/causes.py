@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Protocol, runtime_checkable
 
+from ragen_pl.base.error_text import error_chain
+from ragen_pl.base.instances import instances
 from ragen_pl.trajectory import FailureCause
 
 _BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
@@ -45,27 +46,16 @@ def cause_of(error: BaseException) -> FailureCause:
     ('infrastructure', 'data')
     """
     try:
-        is_infrastructure = any(
-            isinstance(one, _CONNECTIONS) or _is_busy(one) for one in _chain(error)
-        )
+        chain = error_chain(error, shown=True)
+        is_infrastructure = any(isinstance(one, _CONNECTIONS) or _is_busy(one) for one in chain)
     except Exception:  # of an attribute of a user's error
         return FailureCause.DATA
     return FailureCause.INFRASTRUCTURE if is_infrastructure else FailureCause.DATA
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those that led to it, as a traceback shows them."""
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-
-
 def _is_busy(error: BaseException) -> bool:
     """Return whether a service has answered that it is busy or broken."""
     holders = [error, *([error.response] if isinstance(error, _HasResponse) else [])]
-    statuses = [one.status for one in holders if isinstance(one, _HasStatus)]
-    statuses += [one.status_code for one in holders if isinstance(one, _HasStatusCode)]
-    return any(isinstance(one, int) and (one in _BUSY or one // 100 == 5) for one in statuses)
+    statuses = [one.status for one in instances(holders, _HasStatus)]
+    statuses += [one.status_code for one in instances(holders, _HasStatusCode)]
+    return any(one in _BUSY or one // 100 == 5 for one in instances(statuses, int))

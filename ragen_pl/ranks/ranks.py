@@ -16,6 +16,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ragen_pl.base.error_text import exit_code
 from ragen_pl.base.stop_signals import Stopped
 from ragen_pl.checkpoints.folder import Run, is_launched, outside_processes
 from ragen_pl.config.ending import Ending, ending_of
@@ -100,7 +101,7 @@ def early_end_reported(main: Callable[[], None]) -> Callable[[], None]:
             main()
         except SystemExit as error:
             if error.code not in (0, None) and not _Process.concluded and (watch := join()):
-                code = error.code if isinstance(error.code, int) else 1
+                code = exit_code(error)
                 watch.conclude(Ending(f"exit code {code}; see its output", code=code))
             raise
         finally:
@@ -267,8 +268,7 @@ def _conclude(error: BaseException) -> None:
         watch.leave()
         return
     if isinstance(error, Stopped):
-        assert isinstance(error.code, int)
-        error.code = watch.stop(Ending(str(error), code=error.code))
+        error.code = watch.stop(Ending(str(error), code=exit_code(error)))
         return
     from ragen_pl.ranks.rank_watch import RankFailedError
 
