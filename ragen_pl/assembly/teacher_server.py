@@ -334,8 +334,7 @@ class _Servers:
                     raise InvalidAnswerError(f"an answer unlike vLLM's ({error})") from error
             except ServerError as error:
                 # a request that one server refuses, another of the same model refuses too
-                refuses = isinstance(error, RequestFailedError) and error.refuses
-                if refuses or clock() >= ends:
+                if error.refuses or clock() >= ends:
                     raise
                 await pause(attempt, "teacher", place, timeout_s=self.timeout_s)
                 attempt += 1

@@ -9,13 +9,18 @@ from typing import Any
 
 
 def json_text(
-    value: object, *, default: Callable[[Any], object] | None = None, **settings: Any
+    value: object,
+    *,
+    default: Callable[[Any], object] | None = None,
+    digits: int | None = None,
+    **settings: Any,
 ) -> str:
     """Return a value as JSON, with null for NaN and infinity, which JSON does not have.
 
     Args:
         value: A value of JSON's types.
         default: Function that turns other values into such ones; None to refuse them.
+        digits: Significant digits that numbers with a fraction are rounded to; None for all.
         settings: Further arguments of `json.dumps`.
 
     >>> json_text({"loss": float("nan"), "rows": [1.5, float("-inf")]})
@@ -24,17 +29,20 @@ def json_text(
 
     def converted(other: Any) -> object:
         assert default is not None
-        return _without_non_finite(default(other))
+        return _without_non_finite(default(other), digits)
 
     convert = None if default is None else converted
-    return json.dumps(_without_non_finite(value), default=convert, allow_nan=False, **settings)
+    return json.dumps(
+        _without_non_finite(value, digits), default=convert, allow_nan=False, **settings
+    )
 
 
-def _without_non_finite(value: object) -> object:
+def _without_non_finite(value: object, digits: int | None) -> object:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        rounded = value if digits is None else float(f"{value:.{digits}g}")
+        return rounded if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: _without_non_finite(item) for name, item in value.items()}
+        return {name: _without_non_finite(item, digits) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_non_finite(item) for item in value]
+        return [_without_non_finite(item, digits) for item in value]
     return value

@@ -273,9 +273,13 @@ class ModelBundle:
     @property
     def embedding_count(self) -> int:
         """Number of ids that the model reads, which may differ from those of its logits and of its tokens."""
+        return len(self._input_weight)
+
+    @property
+    def _input_weight(self) -> Tensor:
         weight = self.model.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
-        return len(weight)
+        return weight
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
@@ -450,9 +454,7 @@ class ModelBundle:
     @property
     def hidden_size(self) -> int:
         """Width of the decoder's hidden states."""
-        weight = self.model.get_input_embeddings().weight
-        assert isinstance(weight, Tensor)
-        return int(weight.shape[1])
+        return self._input_weight.shape[1]
 
     def checkpoint_layers(self) -> None:
         """Compute the activations of each layer again in the backward pass, in train mode, instead of keeping them.

@@ -14,6 +14,7 @@ import torch
 from ragen_pl.base.instances import instances
 from ragen_pl.models.attention import PACKED_ROWS
 from ragen_pl.models.logit_scale import LogitScale
+from ragen_pl.models.positions import scalings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -185,7 +186,7 @@ class ModelFacts:
             keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
             vision_arguments=_arguments(encode),
             has_experts=any(hasattr(part, "num_experts") for part in model.modules()),
-            rotates_by_length="dynamic" in _rope_types(text),
+            rotates_by_length=any(one.get("rope_type") == "dynamic" for one in scalings(text)),
         )
 
 
@@ -231,13 +232,6 @@ def _position_axes(text: Any) -> int:
     """Return the number of axes that a rotary embedding has sections for: 3, and 4 in HunYuan-VL."""
     sections = (getattr(text, "rope_parameters", None) or {}).get("mrope_section")
     return 3 if sections is None else len(sections)
-
-
-def _rope_types(text: Any) -> set[str | None]:
-    """Return the kinds of rotary embeddings, which layers of different types may have different ones of."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    by_layer = [each for each in parameters.values() if isinstance(each, dict)]
-    return {each.get("rope_type") for each in by_layer or [parameters]}
 
 
 def _bidirectional_layers(model: PreTrainedModel, text: Any) -> frozenset[str]:

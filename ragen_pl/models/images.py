@@ -20,13 +20,7 @@ from torch import Tensor
 from ragen_pl.base.instances import instances
 from ragen_pl.models.facts import image_features_of
 from ragen_pl.models.image_features import ImageFeatures
-from ragen_pl.models.processor_inputs import (
-    EXAMPLE,
-    TokenTypes,
-    on_device,
-    processed,
-    slot_texts,
-)
+from ragen_pl.models.processor_inputs import EXAMPLE, TokenTypes, on_device, processed, slot_texts
 from ragen_pl.models.vision_parts import vision_weights
 
 if TYPE_CHECKING:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from ragen_pl.base.instances import instances
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -244,9 +246,8 @@ def _difference(layer: Any, merged: nn.Module, generator: torch.Generator) -> st
         return None
     weight = next(merged.parameters())
     inputs = inputs.to(weight.device)
-    for part in layer.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
+    for part in instances(layer.modules(), nn.Dropout):
+        part.p = 0.0
     expected = merged(inputs)
     before = {name: weight.clone() for name, weight in _weights_under(layer).items()}
     # as in rollouts, then as in updates

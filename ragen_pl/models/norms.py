@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from ragen_pl.base.instances import instances
+
 Kernel = Callable[[Tensor, Sequence[int], Tensor, float], Tensor]
 """Computes an RMS norm, with the arguments of `torch.nn.functional.rms_norm`."""
 
@@ -97,11 +99,7 @@ def fuse_norms(model: nn.Module, *, kernel: Kernel | None = None) -> int:
 @contextmanager
 def own_norms(model: nn.Module) -> Iterator[None]:
     """Let a model's norms run by their own forward for a while, as in a process of transformers alone."""
-    fused = [
-        forward
-        for part in model.modules()
-        if isinstance(forward := vars(part).get("forward"), FusedNorm)
-    ]
+    fused = instances((vars(part).get("forward") for part in model.modules()), FusedNorm)
     for forward in fused:
         del forward.norm.forward
     try:
@@ -146,7 +144,7 @@ def _rule(module: nn.Module) -> tuple[float, float] | None:
         torch.randn(size, generator=generator, device="cpu", dtype=torch.float32)
         for size in (shape, (2, 3, *shape))
     )
-    candidates = [value for value in vars(module).values() if isinstance(value, float)]
+    candidates = instances(vars(module).values(), float)
     rules = [(eps, offset) for eps in candidates for offset in _OFFSETS]
     for dtype, tolerance in _TOLERANCES.items():
         own = weight.to(dtype)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ragen_pl.base.instances import instances
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -35,7 +37,7 @@ def fix_rotary_scaling(config: PretrainedConfig, *, max_tokens: int | None) -> s
     """
     text = config.get_text_config()
     line = None
-    for scaling in _scalings(text):
+    for scaling in scalings(text):
         kind, original = scaling.get("rope_type"), None
         # a constant alpha, as in Hunyuan, does not depend on the length
         if kind == "dynamic" and not scaling.get("alpha"):
@@ -53,13 +55,13 @@ def fix_rotary_scaling(config: PretrainedConfig, *, max_tokens: int | None) -> s
     return line
 
 
-def _scalings(text: Any) -> Iterator[dict[str, Any]]:
+def scalings(text: Any) -> Iterator[dict[str, Any]]:
     """Yield the parameters of the rotary embeddings, those of each type of layer where these differ."""
     parameters = getattr(text, "rope_parameters", None) or {}
     if "rope_type" in parameters:
         yield parameters
     else:
-        yield from (part for part in parameters.values() if isinstance(part, dict))
+        yield from instances(parameters.values(), dict)
 
 
 def _fix_longrope(scaling: dict[str, Any], max_tokens: int | None) -> int:
@@ -110,8 +112,6 @@ def check_length(model: PreTrainedModel, *, max_tokens: int | None) -> str | Non
 def _has_table(model: PreTrainedModel, positions: int) -> bool:
     words = model.get_input_embeddings()
     return any(
-        isinstance(part, nn.Embedding)
-        and part is not words
-        and part.num_embeddings - positions in _OFFSETS
-        for part in model.get_decoder().modules()
+        part is not words and part.num_embeddings - positions in _OFFSETS
+        for part in instances(model.get_decoder().modules(), nn.Embedding)
     )

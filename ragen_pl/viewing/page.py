@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
-import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_pl.base.files import atomic_write
+from ragen_pl.base.json_text import json_text
 from ragen_pl.base.records import read_image, sample_groups
 from ragen_pl.trajectory import EpisodeStatus, Span
 
@@ -175,21 +174,8 @@ def json_for_script(value: object) -> str:
     >>> json_for_script({"response": "</script>"})
     '{"response":"\\u003c/script\\u003e"}'
     """
-    text = json.dumps(
-        _finite(value), ensure_ascii=True, separators=(",", ":"), default=str, allow_nan=False
-    )
+    text = json_text(value, default=str, digits=_SIGNIFICANT_DIGITS, separators=(",", ":"))
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
-
-
-def _finite(value: object) -> object:
-    """Return a value as JSON types: floats rounded, infinite ones and NaN as null."""
-    if isinstance(value, float):
-        return float(f"{value:.{_SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _slim(record: Mapping[str, Any]) -> dict[str, Any]:

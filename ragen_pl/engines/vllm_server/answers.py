@@ -15,7 +15,6 @@ from ragen_pl.engines.generation_check import GenerationCheck, InvalidGeneration
 from ragen_pl.engines.protocol import Generation, GenerationRequest
 from ragen_pl.engines.vllm.requests import check_prompt, sampling_arguments
 from ragen_pl.engines.vllm_server.server import (
-    BusyError,
     InvalidAnswerError,
     Json,
     ServerError,
@@ -192,7 +191,7 @@ class Budget:
         self.begun = now if self.begun is None else self.begun
         self.attempts += 1
         is_late = now - self.begun >= self.timeout_s
-        if isinstance(failure, BusyError | ServerLostError):
+        if failure.is_busy or isinstance(failure, ServerLostError):
             return is_late
         self.failures += 1
         return self.failures > self.retries and (is_late or answered_at > self.begun)

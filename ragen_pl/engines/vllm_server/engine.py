@@ -34,9 +34,7 @@ from ragen_pl.engines.vllm_server.process import ServerProcess
 from ragen_pl.engines.vllm_server.requirements import Requirements
 from ragen_pl.engines.vllm_server.rules import VLLMServerRules
 from ragen_pl.engines.vllm_server.server import (
-    BusyError,
     Json,
-    RequestFailedError,
     Router,
     Server,
     ServerError,
@@ -45,10 +43,7 @@ from ragen_pl.engines.vllm_server.server import (
     pause,
 )
 from ragen_pl.engines.vllm_server.serving import serve
-from ragen_pl.engines.vllm_server.transfer import (
-    TransferName,
-    WeightFolder,
-)
+from ragen_pl.engines.vllm_server.transfer import TransferName, WeightFolder
 from ragen_pl.engines.vllm_server.weights import WrittenWeights
 from ragen_pl.models.adapters import unservable_adapters
 
@@ -354,18 +349,14 @@ class VLLMServerEngine(VLLMServerRules):
             else:
                 self._pool.note_response(server)
                 return generation
-            if (
-                isinstance(failure, RequestFailedError)
-                and failure.status == 404
-                and "model" in body
-            ):
+            if failure.status == 404 and "model" in body:
                 failure = UnavailableError("it has lost the adapters")
             self._pool.note_failure(server, failure, loss_count=loss_count)
             self.resent += 1
-            if isinstance(failure, RequestFailedError) and failure.refuses:
+            if failure.refuses:
                 refusals[server.url] = str(failure)
                 continue
-            if not isinstance(failure, BusyError):
+            if not failure.is_busy:
                 failed.add(server.url)
             if budget.spend(failure, answered_at=self._pool.answered_at):
                 raise RolloutError(

@@ -188,7 +188,7 @@ class ServerPool:
             failure: What failed.
             loss_count: `server.loss_count` when the request was sent.
         """
-        if isinstance(failure, BusyError):
+        if failure.is_busy:
             return
         is_damaged = isinstance(failure, InvalidAnswerError)
         if server is not self.router:

@@ -25,7 +25,20 @@ Json = dict[str, Any]
 
 
 class ServerError(Exception):
-    """A call of a server did not succeed."""
+    """A call of a server did not succeed.
+
+    Attributes:
+        is_busy: Whether the server has too many requests.
+        status: Status of the server's answer; None where it gave none that is an error.
+    """
+
+    is_busy = False
+    status: int | None = None
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the request is at fault in the server's eyes, status 4xx."""
+        return self.status is not None and self.status < 500
 
 
 class UnavailableError(ServerError):
@@ -39,6 +52,8 @@ class ServerLostError(UnavailableError):
 class BusyError(ServerError):
     """A server has too many requests."""
 
+    is_busy = True
+
 
 class RequestFailedError(ServerError):
     """A server answered with an error."""
@@ -46,11 +61,6 @@ class RequestFailedError(ServerError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-    @property
-    def refuses(self) -> bool:
-        """Whether the request is at fault in the server's eyes, status 4xx."""
-        return self.status < 500
 
 
 class InvalidAnswerError(ServerError):

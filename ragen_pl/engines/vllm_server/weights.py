@@ -195,10 +195,10 @@ async def label_of(server: Server, *, timeout_s: float | None = None) -> str:
         ServerError: It failed.
     """
     answer = await server.call("GET", "/weight_info", timeout_s=timeout_s)
-    label = answer.get("weight_version") if isinstance(answer, dict) else None
-    if not isinstance(label, str):
-        raise UnavailableError("it is no vLLM server")
-    return label
+    match answer:
+        case {"weight_version": str(label)}:
+            return label
+    raise UnavailableError("it is no vLLM server")
 
 
 async def mark_for_reload(server: Server) -> None:
