@@ -24,16 +24,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import (
-    BaseMetadata,
-    Ge,
-    GroupedMetadata,
-    Gt,
-    Interval,
-    Le,
-    Lt,
-    Predicate,
-)
+from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Interval, Le, Lt, Predicate
+
+from ragen_pl.base.instances import instances
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -269,7 +262,7 @@ def _read(annotation: Any, *, components: bool = True) -> tuple[Any, str]:
     elif base not in _KINDS:
         is_group = (get_origin(base) or base) in (dict, Mapping)
         kind = Mapping if is_group or (components and base not in (Any, object)) else Any
-    texts = [item for item in metadata if isinstance(item, Text)]
+    texts = instances(metadata, Text)
     checks = [
         item
         for item in metadata
@@ -277,7 +270,7 @@ def _read(annotation: Any, *, components: bool = True) -> tuple[Any, str]:
         and (components or not (item in texts and item.outside))
     ]
     text = texts[-1].expected if texts else text + _bounds(checks)
-    text += "".join(f" ({item.text})" for item in metadata if isinstance(item, Note))
+    text += "".join(f" ({item.text})" for item in instances(metadata, Note))
     return Annotated[(kind, *checks)] if checks else kind, text
 
 
@@ -292,7 +285,7 @@ def _bounds(checks: Iterable[Any]) -> str:
 
 
 def _suggestions(annotation: Any) -> tuple[str, ...]:
-    names = [item.names() for item in unwrapped(annotation)[1] if isinstance(item, Text)]
+    names = [item.names() for item in instances(unwrapped(annotation)[1], Text)]
     return names[0] if any(names) else words_of(annotation)
 
 

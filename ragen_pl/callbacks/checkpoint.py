@@ -18,11 +18,7 @@ from torch import Tensor
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import CountOrZero, Positive, declared
-from ragen_pl.base.distributed import (
-    StopRequestedError,
-    any_over_ranks,
-    gather_over_ranks,
-)
+from ragen_pl.base.distributed import StopRequestedError, any_over_ranks, gather_over_ranks
 from ragen_pl.base.stop_signals import Stopped, ending, leave_terminal, stopping_signals
 from ragen_pl.callbacks.access import agent_of
 from ragen_pl.loops.hooks import RolloutCallback
@@ -372,13 +368,9 @@ class BestCheckpoint(ModelCheckpoint):
     def _is_measured(self, trainer: pl.Trainer) -> bool:
         """Return whether the metrics of a validation are those of the present weights."""
         fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        loop = rollout_loop(trainer)
-        return (
-            fits
-            and loop is not None
-            and loop.is_measured
-            and self.monitor in trainer.callback_metrics
-        )
+        loop = rollout_loop(trainer) if fits else None
+        measured = loop is not None and loop.is_measured
+        return measured and self.monitor in trainer.callback_metrics
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         """Return whether the present weights are better than those of `best.ckpt`."""

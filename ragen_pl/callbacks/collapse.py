@@ -19,12 +19,7 @@ from ragen_pl.base.files import atomic_write
 from ragen_pl.base.instances import instances
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.run_facts import RunFacts
-from ragen_pl.callbacks.access import (
-    callbacks_of,
-    mlflow_loggers,
-    rollouts_of,
-    run_folder,
-)
+from ragen_pl.callbacks.access import callbacks_of, mlflow_loggers, rollouts_of, run_folder
 from ragen_pl.callbacks.diagnostics import Diagnostics
 from ragen_pl.callbacks.mitigation import Mitigation
 from ragen_pl.loops.rollout_update import rollout_loop

@@ -82,18 +82,19 @@ def with_clock(source: str, tree: nodes.Template, now: datetime) -> str:
     Raises:
         ValueError: The template computes the format of the time.
     """
-    calls = [
-        call
-        for call in tree.find_all(nodes.Call)
-        if isinstance(call.node, nodes.Name) and call.node.name == "strftime_now"
-    ]
-    formats = [call.args[0].value for call in calls if isinstance(call.args[0], nodes.Const)]
-    if len(formats) < len(calls):
-        raise ValueError(
-            "the model's chat template computes the format of the date that it shows; prompts would change "
-            "overnight; set tokenizer.chat_template to another one"
-        )
-    if not calls:
+    formats: list[str] = []
+    for call in tree.find_all(nodes.Call):
+        match call:
+            case nodes.Call(
+                node=nodes.Name(name="strftime_now"), args=[nodes.Const(value=form), *_]
+            ):
+                formats.append(form)
+            case nodes.Call(node=nodes.Name(name="strftime_now")):
+                raise ValueError(
+                    "the model's chat template computes the format of the date that it shows; prompts would change "
+                    "overnight; set tokenizer.chat_template to another one"
+                )
+    if not formats:
         return source
     times = {form: now.strftime(form) for form in formats}
     # a newline after a tag is no part of the template

@@ -25,6 +25,7 @@ from ragen_pl.base.constraints import (
     shown,
     unwrapped,
 )
+from ragen_pl.base.instances import instances
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import leaves, plain
 from ragen_pl.config.relations import relation_problems
@@ -167,8 +168,7 @@ class _Walk:
             yield key, message
             return
         self.classes |= dict.fromkeys(_arguments_in(annotation), key or "the configuration")
-        marks = [mark for option in options(annotation) for mark in unwrapped(option)[1]]
-        if any(isinstance(mark, ArgumentsOf) for mark in marks):
+        if instances(_marks(annotation), ArgumentsOf):
             self.arguments.append(key)
         try:
             fields = fields_of_node(node, annotation, parent=parent, root=self.root)
@@ -300,21 +300,26 @@ def _described(annotation: Any, node: _Node, *, parent: _Node, root: _Node) -> S
             # the fields of another option say more
             fields = replace(fields, parameters={**items, **fields.parameters})
         for constraint in metadata:
-            if isinstance(constraint, Arguments):
-                own = read_signature(constraint.target).parameters.items()
-                named = {name: p for name, p in own if p.by_name and name not in constraint.without}
-                fields = Signature(parameters={**named, **fields.parameters})
-            elif isinstance(constraint, ArgumentsOf):
-                fields = _arguments_of(constraint, parent=parent, root=root)
-            elif isinstance(constraint, Open):
-                fields = replace(fields, closed=False)
+            match constraint:
+                case Arguments(target=target, without=without):
+                    own = read_signature(target).parameters.items()
+                    named = {name: p for name, p in own if p.by_name and name not in without}
+                    fields = Signature(parameters={**named, **fields.parameters})
+                case ArgumentsOf():
+                    fields = _arguments_of(constraint, parent=parent, root=root)
+                case Open():
+                    fields = replace(fields, closed=False)
     return fields
 
 
 def _arguments_in(annotation: Any) -> list[str]:
     """Return the classes that an annotation says have arguments or rules of a node."""
-    marks = [mark for option in options(annotation) for mark in unwrapped(option)[1]]
-    return [mark.target for mark in marks if isinstance(mark, Arguments)]
+    return [mark.target for mark in instances(_marks(annotation), Arguments)]
+
+
+def _marks(annotation: Any) -> list[Any]:
+    """Return the metadata of an annotation, or of all members of a union."""
+    return [mark for option in options(annotation) for mark in unwrapped(option)[1]]
 
 
 def _arguments_of(constraint: ArgumentsOf, *, parent: _Node, root: _Node) -> Signature:

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from ragen_pl.base.constraints import problem
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import plain
 
@@ -64,7 +65,7 @@ def with_environments(cfg: DictConfig, compose: Compose) -> DictConfig:
 def _whole(name: str, entry: Any, rewards: Any, compose: Compose) -> dict[str, Any]:
     """Return all settings of an environment from its entry and the run's reward functions."""
     key = f"{_KEY}.{name}"
-    if isinstance(entry, int | float) and not isinstance(entry, bool):
+    if problem(float, entry) is None:
         entry = {"share": entry}
     if not isinstance(entry, dict):
         raise ConfigError(

@@ -7,6 +7,9 @@ from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
+# those without and with lists
+_GROUPS = ((Mapping,), (Mapping, list, ListConfig))
+
 
 def plain(node: Any, *, resolve: bool = True, throw_on_missing: bool = False) -> dict[str, Any]:
     """Return a node as plain dictionaries and lists, an empty one for null.
@@ -22,20 +25,26 @@ def plain(node: Any, *, resolve: bool = True, throw_on_missing: bool = False) ->
     return {str(name): value for name, value in values.items()}
 
 
-def leaves(values: Any, *, prefix: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield the full name and value of every setting; an empty group is one.
+def nodes(values: Any, *, prefix: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield the full name and value of every setting and group, each group before what is in it.
 
     Args:
         values: A group of settings, or a list.
         prefix: What comes before the names.
-        lists: Whether items of a list are settings, named by their index.
+        lists: Whether lists are groups, whose items are named by their index.
+    """
+    for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        yield f"{prefix}{name}", value
+        if isinstance(value, _GROUPS[lists]):
+            yield from nodes(value, prefix=f"{prefix}{name}.", lists=lists)
+
+
+def leaves(values: Any, *, prefix: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield those of `nodes` that have none in them: settings, and empty groups.
 
     >>> dict(leaves({"a": {"b": [1, 2]}, "c": {}})), dict(leaves({"a": {"b": [1, 2]}}, lists=False))
     ({'a.b.0': 1, 'a.b.1': 2, 'c': {}}, {'a.b': [1, 2]})
     """
-    groups = (Mapping, list, ListConfig) if lists else (Mapping,)
-    for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        if isinstance(value, groups) and value:
-            yield from leaves(value, prefix=f"{prefix}{name}.", lists=lists)
-        else:
-            yield f"{prefix}{name}", value
+    for name, value in nodes(values, prefix=prefix, lists=lists):
+        if not (isinstance(value, _GROUPS[lists]) and value):
+            yield name, value

@@ -26,6 +26,7 @@ import griffe
 from ragen_pl.base import constraints
 from ragen_pl.base.constraints import did_you_mean
 from ragen_pl.base.former_names import current
+from ragen_pl.base.instances import instances
 
 _LIGHT = {
     "typing": typing,
@@ -150,10 +151,9 @@ def declared_trust(target: str) -> tuple[str, ...] | None:
         attribute = found.members.get(_TRUST) if found is not None else None
         values = [str(attribute.value)] if isinstance(attribute, griffe.Attribute) else []
     for value in values:
-        read = ast.parse(value, mode="eval").body
-        if isinstance(read, ast.Call | ast.Tuple):
-            items = read.args if isinstance(read, ast.Call) else read.elts
-            return tuple(str(ast.literal_eval(item)) for item in items)
+        match ast.parse(value, mode="eval").body:
+            case ast.Call(args=items) | ast.Tuple(elts=items):
+                return tuple(str(ast.literal_eval(item)) for item in items)
     return None
 
 
@@ -324,7 +324,7 @@ class _Scope(dict[str, Any]):
 def _type_of(cls: griffe.Class) -> Any:
     """Return an enumeration of texts, or the type that stands for any other class."""
     if "StrEnum" in map(str, cls.bases):
-        members = [one for one in cls.members.values() if isinstance(one, griffe.Attribute)]
+        members = instances(cls.members.values(), griffe.Attribute)
         # a property has no value
         words = {one.name: ast.literal_eval(str(one.value)) for one in members if one.value}
         return StrEnum(cls.name, words)

@@ -24,6 +24,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ragen_pl.base.foreign_files import model_folder_problem, settings_text, uns
 from ragen_pl.base.former_names import current
 from ragen_pl.config.check import class_path
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.config.nodes import leaves
+from ragen_pl.config.nodes import leaves, nodes
 from ragen_pl.config.paths import config_dir
 from ragen_pl.config.signatures import declared_trust
 
@@ -224,11 +225,11 @@ def _problems(
     settings: Mapping[str, Any], *, given: Mapping[str, Any], shipped: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
     """Yield the key of each setting that is not taken at its word, with a clause about it."""
-    leaves = [(key, value) for key, value in _leaves(settings) if not _is_set(key, given)]
-    for key, setting in leaves:
+    found = [(key, value) for key, value in nodes(settings) if not _is_set(key, given)]
+    for key, setting in found:
         if key.endswith(_RUNS_CODE) and setting:
             yield f"{key}=true", " runs Python files of a model's repository"
-    for key, setting in leaves:
+    for key, setting in found:
         name, value = key.rpartition(".")[2], setting if isinstance(setting, str) else ""
         shown = f"{key}={value[:_SHOWN]}"
         if name.startswith("_") and name not in _HYDRA:
@@ -264,21 +265,20 @@ def _components(
 
     A text has its full key, its dotted name in the arguments, and its value. Items of a list have the list's name.
     """
-    nodes = [("", settings), *((key, value) for key, value in _leaves(settings))]
-    for key, node in nodes:
-        if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
-            yield f"{key}._target_", node["_target_"], list(_texts(node, key))
-    for key, env in nodes:
-        if _TARGET.fullmatch(f"{key}.target") and isinstance(env, Mapping):
-            target, kwargs = env.get("target"), env.get("kwargs")
-            # a configuration may have keys beside kwargs that these refer to
-            given = [*_texts(env, key), *_texts(kwargs, f"{key}.kwargs")]
-            if isinstance(target, str):
+    for key, node in [("", settings), *nodes(settings)]:
+        match node:
+            case {"_target_": str(target)}:
+                yield f"{key}._target_", target, list(_texts(node, key))
+        match node:
+            case {"target": str(target)} if _TARGET.fullmatch(f"{key}.target"):
+                # a configuration may have keys beside kwargs that these refer to
+                given = [*_texts(node, key), *_texts(node.get("kwargs"), f"{key}.kwargs")]
                 yield f"{key}.target", target, given
 
 
 def _texts(arguments: Any, key: str) -> Iterator[tuple[str, str, str]]:
-    for place, value in _leaves(arguments, key=key):
+    for place, value in islice(nodes({key: arguments}), 1, None):
+        place = place.removeprefix(".")
         inner = re.sub(r"(\.\d+)+$", "", place).removeprefix(f"{key}.")
         if isinstance(value, str) and not inner.startswith("_"):
             yield place, inner, value
@@ -305,19 +305,6 @@ def _declared(target: str) -> tuple[str, ...] | None:
         return None
     path = class_path(target)
     return declared_trust(path) if path and path.startswith(_PACKAGE) else None
-
-
-def _leaves(value: Any, *, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the full key and the value of all settings."""
-    if isinstance(value, Mapping):
-        for name, child in value.items():
-            place = f"{key}.{name}".removeprefix(".")
-            yield place, child
-            yield from _leaves(child, key=place)
-    elif isinstance(value, list):
-        for number, child in enumerate(value):
-            yield f"{key}.{number}", child
-            yield from _leaves(child, key=f"{key}.{number}")
 
 
 @functools.cache

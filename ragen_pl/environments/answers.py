@@ -200,16 +200,17 @@ class AnswerReader:
             TypeError: It is neither text nor text with images.
             UnicodeEncodeError: It has a lone surrogate, which no tokenizer can read.
         """
-        if isinstance(raw, str):
-            return Observation(text=_encodable(raw))
-        if isinstance(raw, Mapping) and isinstance(raw.get("text"), str):
-            images = [raw["image"]] if "image" in raw else raw.get("images")
-            if isinstance(images, Sequence) and not isinstance(images, str):
+        match raw:
+            case str():
+                return Observation(text=_encodable(raw))
+            case {"text": str(text), "images": [*images], "request": ChatRequest() as request}:
                 shown = [self._image(image) for image in images]
-                request = raw.get("request")
-                if isinstance(request, ChatRequest):
-                    return Observation(text=raw["text"], images=shown, request=request)
-                return Observation(text=_encodable(raw["text"]), images=shown)
+                return Observation(text=text, images=shown, request=request)
+            case {"text": str(text), "image": image}:
+                return Observation(text=_encodable(text), images=[self._image(image)])
+            case {"text": str(text), "images": [*images]}:
+                shown = [self._image(image) for image in images]
+                return Observation(text=_encodable(text), images=shown)
         kind = type(raw).__name__
         keys = f" with {shortened(list(raw))}" if isinstance(raw, Mapping) else ""
         raise TypeError(

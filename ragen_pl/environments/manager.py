@@ -19,6 +19,7 @@ from annotated_types import Interval
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, NonNegative
+from ragen_pl.base.instances import instances
 from ragen_pl.base.prompt_formats import PromptFormat, format_instructions
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.environments.answers import AnswerReader, Step
@@ -192,7 +193,7 @@ class EnvironmentManager:
         outcomes = self._workers.run(
             [(worker, self.make) for worker in workers], time_limit_factor=CREATION_FACTOR
         )
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        errors = instances(outcomes, BaseException)
         made = [
             (outcome, worker)
             for worker, outcome in zip(workers, outcomes, strict=True)

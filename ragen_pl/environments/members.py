@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from reprlib import repr as shortened
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium
 import numpy as np
+from annotated_types import Interval
 from gymnasium import spaces
 
+from ragen_pl.base.constraints import Count, validated
 from ragen_pl.trajectory import Relation
+
+_Penalty = Annotated[float, Interval(ge=0, lt=1e30)]
 
 
 class EnvironmentMembers:
@@ -60,12 +64,14 @@ class EnvironmentMembers:
         """Tools in the format of OpenAI's API; empty without any."""
         schemas: Sequence[Mapping[str, Any]] = getattr(self._environment, "tool_schemas", ())
         for schema in schemas:
-            function = schema.get("function") if isinstance(schema, Mapping) else None
-            if not isinstance(function, Mapping) or not {"name", "parameters"} <= set(function):
-                raise TypeError(
-                    f"found {shortened(schema)} in tool_schemas, expected "
-                    '{"type": "function", "function": {"name", "description", "parameters"}}'
-                )
+            match schema:
+                case {"function": {"name": _, "parameters": _}}:
+                    pass
+                case _:
+                    raise TypeError(
+                        f"found {shortened(schema)} in tool_schemas, expected "
+                        '{"type": "function", "function": {"name", "description", "parameters"}}'
+                    )
         return schemas
 
     @property
@@ -95,22 +101,22 @@ class EnvironmentMembers:
     @property
     def format_penalty(self) -> float | None:
         """Penalty of a response without a valid action that suits its rewards; None where it declares none."""
-        declared = getattr(self._environment, "format_penalty", None)
-        if declared is None:
-            return None
-        if isinstance(declared, int | float | np.number) and 0 <= float(declared) < 1e30:
-            return float(declared)
-        raise TypeError(
-            f"found format_penalty={shortened(declared)}, expected a number, at least 0"
-        )
+        penalty: float | None = self._declared("format_penalty", _Penalty | None, None)
+        return penalty
 
     @property
     def seats(self) -> int:
         """Number of seats that the policy plays, each with a conversation of its own; 1 where it has none."""
-        declared = getattr(self._environment, "seats", 1)
-        if isinstance(declared, int | np.integer) and declared >= 1:
-            return int(declared)
-        raise TypeError(f"found seats={shortened(declared)}, expected a number, at least 1")
+        seats: int = self._declared("seats", Count, 1)
+        return seats
+
+    def _declared(self, name: str, annotation: Any, default: Any) -> Any:
+        """Return an attribute as an annotation has it; the default where there is none."""
+        value = getattr(self._environment, name, default)
+        try:
+            return validated(annotation, value)
+        except ValueError as error:
+            raise TypeError(f"found {name}={shortened(value)}, {error}") from None
 
     def to_move(self) -> int:
         """Return the seat that is to move, or moved last at the end of a game."""

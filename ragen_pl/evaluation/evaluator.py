@@ -34,13 +34,7 @@ from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.protocol import RolloutEngine
 from ragen_pl.evaluation.checks import has_weights
 from ragen_pl.evaluation.mlflow_log import log_evaluation, tracked_run
-from ragen_pl.evaluation.report import (
-    BLANK_IMAGES,
-    POLICY,
-    WARM_START,
-    print_tables,
-    write_report,
-)
+from ragen_pl.evaluation.report import BLANK_IMAGES, POLICY, WARM_START, print_tables, write_report
 from ragen_pl.evaluation.sampling import SamplingSettings
 from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
 from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics

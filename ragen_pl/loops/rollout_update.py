@@ -424,6 +424,5 @@ def _forget_restart(loop: _Loop) -> None:
     """Clear the restart flags of a loop and its children."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     loop.reset_restart_stage()
-    for child in vars(loop).values():
-        if isinstance(child, _Loop):
-            _forget_restart(child)
+    for child in instances(vars(loop).values(), _Loop):
+        _forget_restart(child)

@@ -30,12 +30,7 @@ from ragen_pl.base.instances import instances
 from ragen_pl.config.nodes import plain
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.engines.protocol import EngineMemory, RolloutSizes
-from ragen_pl.memory.abstract import (
-    FakeMode,
-    NormWithoutData,
-    abstract_pretrained,
-    without_data,
-)
+from ragen_pl.memory.abstract import FakeMode, NormWithoutData, abstract_pretrained, without_data
 from ragen_pl.memory.live_memory import LiveMemory
 from ragen_pl.memory.named import is_pretrained
 from ragen_pl.memory.workload import Workload

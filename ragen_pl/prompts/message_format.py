@@ -165,6 +165,7 @@ def call_of(action: str) -> Message | None:
         call = json.loads(action)
     except ValueError:
         return None
-    if not (isinstance(call, dict) and isinstance(call.get("arguments"), dict)):
-        return None
-    return call_message(0, str(call.get("name")), call["arguments"])
+    match call:
+        case {"arguments": dict(arguments)}:
+            return call_message(0, str(call.get("name")), arguments)
+    return None

@@ -185,8 +185,13 @@ class ChatClient:
         self, status: int, body: object, text: str, headers: Mapping[str, str]
     ) -> RequestError:
         """Return the error that a server answers with."""
-        error = body.get("error") if isinstance(body, dict) else None
-        details = error if isinstance(error, dict) else {"message": error or text}
+        match body:
+            case {"error": dict(details)}:
+                pass
+            case {"error": error} if error:
+                details = {"message": error}
+            case _:
+                details = {"message": text}
         codes = [str(details.get(name)) for name in ("code", "type")]
         reason = self.line(f"status {status}: {details.get('message') or text}")
         if status == 401:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ragen_pl.base.instances import instances
 from ragen_pl.chat_formats.tool_calls.scanned import ScannedText
 from ragen_pl.chat_formats.tool_calls.syntax import MarkedCalls, NamedArguments, Tools, expect
 from ragen_pl.chat_formats.tool_calls.values import (
@@ -74,7 +75,7 @@ def _types(parameter: Any, schema: Mapping[str, Any]) -> set[str]:
         read.add(id(part))
         declared = part.get("type")
         names = declared if isinstance(declared, list | tuple) else [declared]
-        types |= {name for name in names if isinstance(name, str)} or _implied(part)
+        types |= set(instances(names, str)) or _implied(part)
         if part.get("nullable") is True:
             types.add("null")
         for union in ("anyOf", "oneOf", "allOf"):
