@@ -232,6 +232,7 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
     return TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
+@functools.cache
 def _checkable(annotation: Any, *, components: bool) -> Any:
     """Return an annotation that pydantic checks; a class accepts a group of settings, or everything once built."""
     parts = (_read(option, components=components)[0] for option in options(annotation))
