@@ -13,7 +13,6 @@ from typing import Any
 
 from ragen_pl.base.files import disk_errors_of
 from ragen_pl.base.finite import NonFiniteError
-from ragen_pl.base.foreign_files import object_in
 from ragen_pl.base.stop_signals import interrupted, uninterrupted
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.engines.errors import RolloutError
@@ -106,7 +105,12 @@ def _read(file: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     with suppress(OSError):
         for text in file.read_bytes().splitlines():
-            if (line := object_in(text)) is not None:
+            try:
+                # a path may have bytes that are no text, and so lone surrogates
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict):
                 lines.append(line)
             else:
                 log.warning(

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -17,7 +18,6 @@ from typing import Annotated, Any, Protocol
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Fraction, Open
-from ragen_pl.base.foreign_files import object_in
 from ragen_pl.base.typed_json import typed_or_none
 from ragen_pl.rewards.shaping import Gather
 from ragen_pl.rollout.chat_answers import Answer
@@ -183,8 +183,14 @@ def read_verdict(reply: str) -> float | None:
     [0.5, 1.0, None, None]
     """
     start, end = reply.find("{"), reply.rfind("}")
-    verdict = (object_in(reply[start : end + 1]) if start >= 0 else None) or {}
-    return typed_or_none(Fraction, verdict.get("score"))
+    verdict: object = None
+    with suppress(ValueError, RecursionError):
+        # its reason may have lone surrogates
+        verdict = json.loads(reply[start : end + 1])
+    match verdict:
+        case {"score": score}:
+            return typed_or_none(Fraction, score)
+    return None
 
 
 @checked
