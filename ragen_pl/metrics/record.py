@@ -296,8 +296,8 @@ def convert(folder: Path) -> None:
         (folder / _ROWS).unlink(missing_ok=True)
 
 
-def _earlier_lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the points in the files of an earlier version as lines, the same one from several of them."""
+def _earlier_lines(folder: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the points in the files of an earlier version as lines, the same one from several; None for no object."""
     for _, line in whole_lines(folder / "mlflow" / "calls.jsonl"):
         # of somebody else's calls some may be none
         with suppress(ValueError, TypeError, AttributeError):
