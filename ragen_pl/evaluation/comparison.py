@@ -23,7 +23,6 @@ from ragen_pl.evaluation.played import (
     differing,
     named_by,
     read_played,
-    text_of,
 )
 from ragen_pl.metrics.paired import (
     Estimate,
@@ -32,6 +31,7 @@ from ragen_pl.metrics.paired import (
     sign_test,
     widest_unseen,
 )
+from ragen_pl.tracking.checkpoints import text_of
 from ragen_pl.viewing.run_files import differences
 
 METRICS = {

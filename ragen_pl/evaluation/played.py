@@ -15,13 +15,14 @@ import yaml
 
 from ragen_pl.base import records
 from ragen_pl.base.checked import checked
-from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean, shown
+from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean
 from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, settings_text
 from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.nodes import leaves
 from ragen_pl.evaluation.report import POLICY
 from ragen_pl.metrics.paired import RESAMPLES
+from ragen_pl.tracking.checkpoints import group_of, text_of
 from ragen_pl.viewing import validations
 from ragen_pl.viewing.run_files import find_runs
 from ragen_pl.viewing.validations import Cost, Outcome, Validation
@@ -35,7 +36,6 @@ _NOT_OF_EPISODES = ("name", "timeout_s", "workers", "process", "memory_mb")
 _GREEDY: dict[str, Any] = {"greedy": True, "samples": 1, "temperature": None, "truncation": {}}
 
 # characters of a value in a message
-_LENGTH = 200
 
 # group of the initial state, member and seed of an episode
 Key = tuple[int, int]
@@ -119,7 +119,7 @@ def _of_run(place: str, folder: Path, question: Question, *, named: str) -> Play
     if not is_inside(folder, file):
         raise ConfigError(f"{named}: {file} is a link that leads out of the folder")
     settings = yaml.load(settings_text(file), Loader=PlainLoader)
-    env, validation = (_group(settings, name, file=file) for name in ("env", "validation"))
+    env, validation = (group_of(settings, name, file=file) for name in ("env", "validation"))
     files = validations.validation_files(folder, question.set)
     if not files:
         kept = sorted(one.name for one in (folder / validations.FOLDER).glob("*"))
@@ -175,12 +175,12 @@ def _of_evaluation(place: str, folder: Path, question: Question, *, named: str) 
     if file.stat().st_size > _MAX_BYTES:
         raise ConfigError(f"{file}: larger than {_MAX_BYTES} bytes")
     content = plain_json(file.read_bytes())
-    about, sets = (_group(content, name, file=file) for name in ("about", "validation_sets"))
+    about, sets = (group_of(content, name, file=file) for name in ("about", "validation_sets"))
     if question.set not in sets:
         raise ConfigError(
             f"set={question.set}: {named} has {', '.join(map(text_of, sets))}; give one of them"
         )
-    played = _group(sets, question.set, file=file)
+    played = group_of(sets, question.set, file=file)
     rows = folder / question.set / records.FILE
     if not is_inside(folder, rows):
         raise ConfigError(
@@ -199,30 +199,12 @@ def _of_evaluation(place: str, folder: Path, question: Question, *, named: str) 
         folder=None,
         file=rows,
         seed=None,
-        panel=_panel(_group(played, "env", file=file))
+        panel=_panel(group_of(played, "env", file=file))
         | {name: played.get(name) for name in ("key", "options")}
         | protocol,
         disjoint=not trained or played.get("set_aside") == played.get("initial_states"),
         outcomes=_by_key(outcomes, file=rows),
     )
-
-
-def _group(settings: object, name: str, *, file: Path) -> dict[str, Any]:
-    value = settings.get(name) if isinstance(settings, dict) else None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: {name}={text_of(value)}: expected a group of settings")
-    return value
-
-
-def text_of(value: object) -> str:
-    r"""Return a value of somebody else's file as a short text without control characters.
-
-    >>> text_of(None), text_of("a\x1b[2J")
-    ('null', 'a?[2J')
-    """
-    text = shown(value)
-    short = f"{text[:_LENGTH]}…" if len(text) > _LENGTH else text
-    return "".join(letter if letter.isprintable() else "?" for letter in short)
 
 
 def _numbers(cost: Cost) -> dict[str, float]:

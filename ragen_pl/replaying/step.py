@@ -56,7 +56,7 @@ from ragen_pl.modules.tracing import StepTrace
 from ragen_pl.replaying.steps_in_checkpoint import steps_in_checkpoint
 from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
-from ragen_pl.tracking.checkpoints import find_checkpoint
+from ragen_pl.tracking.checkpoints import find_checkpoint, group_of
 
 log = logging.getLogger(__name__)
 # groups of a run's config that a step is repeated with, and what of them is not used
@@ -184,8 +184,7 @@ def read_settings(file: Path, *, trusted: bool) -> DictConfig:
     """
     settings = run_settings(file)
     for name in _GROUPS:
-        if not isinstance(settings.get(name), dict):
-            raise ConfigError(f"{file}: {name}={settings.get(name)}: expected a group of settings")
+        group_of(settings, name, file=file)
     if not (trusted or is_own_folder(file)):
         check_folder(file.parent, key=str(file.parent))
     if not (trusted or is_own(file)):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragen_pl.base.constraints import shown
 from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.checkpoints.checkpoint_check import text_in
 from ragen_pl.checkpoints.folder import Run, last_whole, run_of, time_of
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 EXPORTED = "ragen_pl.yaml"
 """Settings and origin of the weights, next to them in a folder that `ragen_pl.export` wrote."""
 
-_REQUIRED = ("env", "model", "model.build")
+# characters of a text that is shown
+_LENGTH = 200
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _CHOICES = "a checkpoint, a run's folder, a Hugging Face folder, an MLflow run id, best or last"
 
@@ -148,14 +150,46 @@ def _check_groups(settings: Mapping[str, Any], file: Path) -> None:
     Raises:
         ConfigError: One is missing or no group.
     """
-    for name in ("env", "model", "model.build", "context", "rollout", "validation"):
-        first, _, inner = name.partition(".")
-        found = settings.get(first, None if name in _REQUIRED else {})
-        found = found.get(inner) if inner else found
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"{file}: {name}={found}: expected a group of settings of a run")
-    if not isinstance(kwargs := settings["env"].get("kwargs") or {}, Mapping):
-        raise ConfigError(f"{file}: env.kwargs={kwargs}: expected a group of settings")
+    for names in (("env",), ("model",), ("model", "build")):
+        group_of(settings, *names, file=file)
+    for name in ("context", "rollout", "validation"):
+        group_of(settings, name, file=file, missing={})
+    if settings["env"].get("kwargs"):
+        group_of(settings, "env", "kwargs", file=file)
+
+
+def group_of(
+    settings: object, *names: str, file: Path, missing: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a group of settings in those of somebody else's file.
+
+    Args:
+        settings: What the file holds.
+        names: Names that lead to the group.
+        file: The file.
+        missing: What stands for a group that is not there; None for an error.
+
+    Raises:
+        ConfigError: There is something else.
+    """
+    found: Any = settings
+    for name in names:
+        found = found.get(name, missing) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        place = ".".join(names)
+        raise ConfigError(f"{file}: {place}={text_of(found)}: expected a group of settings")
+    return found
+
+
+def text_of(value: object) -> str:
+    r"""Return a value of somebody else's file as a short text without control characters.
+
+    >>> text_of(None), text_of("a\x1b[2J")
+    ('null', 'a?[2J')
+    """
+    text = shown(value)
+    short = f"{text[:_LENGTH]}…" if len(text) > _LENGTH else text
+    return "".join(letter if letter.isprintable() else "?" for letter in short)
 
 
 def _folder(run_dir: str) -> Path:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ragen_pl.base.constraints import Count, problem
 from ragen_pl.engines.protocol import EngineTraits
 
 NOT_INSTALLED = (
@@ -38,8 +40,8 @@ class VLLMRules(EngineTraits):
                     "of them have engines of their own; leave it out, or set rollout/engine=vllm_server"
                 )
         parts = OmegaConf.select(cfg, "rollout.engine.settings.tensor_parallel_size")
-        if parts is not None and (problem := split_problem(parts, ranks=ranks)) is not None:
-            yield problem
+        if parts is not None and (refusal := split_problem(parts, ranks=ranks)) is not None:
+            yield refusal
         yield from sampling_problems(cfg)
 
 
@@ -48,7 +50,7 @@ def is_installed() -> bool:
     return find_spec("vllm") is not None
 
 
-def split_problem(parts: object, *, ranks: int | None) -> str | None:
+def split_problem(parts: Any, *, ranks: int | None) -> str | None:
     """Return the problem with the number of ranks that hold a model together, None if there is none.
 
     Args:
@@ -56,8 +58,8 @@ def split_problem(parts: object, *, ranks: int | None) -> str | None:
         ranks: Number of ranks of the run; None if it is not known.
     """
     key = f"rollout.engine.settings.tensor_parallel_size={parts}"
-    if not isinstance(parts, int) or parts < 1:
-        return f"{key}: expected a whole number, at least 1"
+    if (expected := problem(Count, parts)) is not None:
+        return f"{key}: {expected}"
     if ranks is None or ranks % parts == 0:
         return None
     return (
