@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from .base import TEXT_CHARSET, Observation
-from .two_player import SEATS, Opponent, TwoPlayerGame
+from .two_player import SEATS, TwoPlayerGame
 
 PASS, BET = 0, 1
 CARDS = ("J", "Q", "K")
@@ -70,8 +70,8 @@ class KuhnPoker(TwoPlayerGame):
     def __init__(
         self,
         *,
-        opponent: Opponent | None = None,
-        validation_opponent: Opponent | None = Opponent.OPTIMAL,
+        opponent: str | None = None,
+        validation_opponent: str | None = "optimal",
         render_mode: str | None = None,
     ) -> None:
         super().__init__(

@@ -57,6 +57,24 @@ class OptimalPolicy:
         return _optimal_action(env, rng)
 
 
+class PlayerPolicy:
+    """Scripted player of a game of two, in the place of the policy.
+
+    Args:
+        name: Its name as an opponent, such as `fair`.
+    """
+
+    needs_trust = ()
+
+    def __init__(self, *, name: str) -> None:
+        self.name = name
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
+        """Return its action for the seat that is to move."""
+        action: int | str = _environment(env).players[self.name](rng)
+        return action
+
+
 class NoisyPolicy:
     """Demonstrator that acts at random with probability `noise` and follows a base policy otherwise.
 

@@ -8,7 +8,7 @@ import numpy as np
 from gymnasium import spaces
 
 from .base import TEXT_CHARSET, Observation
-from .two_player import Opponent, TwoPlayerGame
+from .two_player import TwoPlayerGame
 
 _CELLS, _EMPTY = 9, "."
 # rows, columns and diagonals
@@ -66,8 +66,8 @@ class TicTacToe(TwoPlayerGame):
     def __init__(
         self,
         *,
-        opponent: Opponent | None = None,
-        validation_opponent: Opponent | None = Opponent.OPTIMAL,
+        opponent: str | None = None,
+        validation_opponent: str | None = "optimal",
         render_mode: str | None = None,
     ) -> None:
         super().__init__(

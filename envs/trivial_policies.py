@@ -231,6 +231,17 @@ class CountUp:
         return f"[{environment.steps + 1}]"
 
 
+class AcceptFirst:
+    """Negotiator who waits for an offer, and accepts whatever it is."""
+
+    needs_trust = ()
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> str:
+        """Accept, or say something."""
+        game: Any = env.unwrapped
+        return "accept" if game.offered(game.to_move()) is not None else "hello"
+
+
 class HitBelow:
     """Blackjack player who draws below a sum and stands from it on, whatever the dealer shows.
 

@@ -7,9 +7,8 @@ one, a scripted player plays the other seat inside `reset` and `step`, and the e
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from enum import StrEnum
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -18,18 +17,17 @@ from .base import Environment, Observation
 SEATS = 2
 
 
-class Opponent(StrEnum):
-    """Scripted player of the other seat."""
-
-    RANDOM = "random"
-    OPTIMAL = "optimal"
+Action: TypeAlias = int | str
+"""Index of a named action, or a free text."""
+ScriptedPlayer: TypeAlias = Callable[[np.random.Generator], Action]
+"""Returns the action of the seat that is to move."""
 
 
 class TwoPlayerGame(Environment):
     """Game of two players who move one at a time.
 
-    Subclasses set `action_names` and write `_deal`, `_move`, `legal_actions`, `observe` and `optimal_action`. They keep
-    `mover`, and set `rewards` at the end of a game.
+    Subclasses write `_deal` and `observe`, with named actions `legal_actions`, `_move` and `optimal_action`, and with
+    free text `_play`, `random_action` and `players`. They keep `mover`, and set `rewards` at the end of a game.
 
     An illegal action changes nothing, and `info["action_is_valid"]` says so; `forfeit` ends the game for who made it.
 
@@ -47,20 +45,31 @@ class TwoPlayerGame(Environment):
     def __init__(
         self,
         *,
-        opponent: Opponent | None = None,
-        validation_opponent: Opponent | None = Opponent.OPTIMAL,
+        opponent: str | None = None,
+        validation_opponent: str | None = "optimal",
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        self._opponents = (_named(opponent), _named(validation_opponent))
+        for name in (opponent, validation_opponent):
+            if name is not None and name not in self.players:
+                expected = ", ".join(self.players)
+                raise ValueError(f"opponent: found {name!r}, expected null or one of {expected}")
+        self._opponents = (opponent, validation_opponent)
         self.opponent = self._opponents[0]
-        """Player of the other seat in the present episode."""
+        """Name of the player of the other seat in the present episode."""
+        self.held_out: bool | None = None
+        """Whether the present episode is one of validation; None where nobody says so."""
         self.seat = 0
         """The player's seat, beside an opponent."""
         self.mover = 0
         """Seat that is to move."""
         self.rewards: tuple[float, float] | None = None
         """Reward of each seat; None while the game runs."""
+
+    @property
+    def players(self) -> Mapping[str, ScriptedPlayer]:
+        """The scripted players by name."""
+        return {"random": self.random_action, "optimal": self.optimal_action}
 
     @property
     def seats(self) -> int:
@@ -75,24 +84,32 @@ class TwoPlayerGame(Environment):
     def observe(self, seat: int) -> Observation:
         """Return the present observation of a seat."""
 
-    @abstractmethod
     def legal_actions(self) -> list[int]:
-        """Return the actions that the rules allow."""
+        """Return the actions with names that the rules allow."""
+        raise NotImplementedError
 
     @abstractmethod
     def _deal(self) -> None:
         """Begin a game, with `mover`."""
 
-    @abstractmethod
+    def _play(self, action: Any) -> bool:
+        """Make a move, and pass the turn on or set `rewards`; return whether the rules allow it."""
+        legal = action in self.legal_actions()
+        if legal:
+            self._move(action)
+        return legal
+
     def _move(self, action: int) -> None:
-        """Make a legal move, and pass the turn on or set `rewards`."""
+        """Make a legal move with a name, and pass the turn on or set `rewards`."""
+        raise NotImplementedError
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         """Begin a game. Beside an opponent, the option `seat` (0 or 1) is the player's; without it, it is drawn."""
         options = self._begin(seed=seed, options=options)
-        self.opponent = self._opponents[bool(options.get("held_out"))]
+        self.held_out = options.get("held_out")
+        self.opponent = self._opponents[bool(self.held_out)]
         self.rewards, self.seat = None, self._seat(options)
         self._deal()
         self._reply()
@@ -105,7 +122,7 @@ class TwoPlayerGame(Environment):
         if self.opponent is None:
             raise ValueError(
                 f"reset(options=...) of {type(self).__name__}: found seat={seat!r}, but both seats are played; set "
-                "opponent=random or optimal"
+                f"opponent={' or '.join(self.players)}"
             )
         if seat not in (0, 1) or isinstance(seat, bool):
             raise ValueError(
@@ -114,13 +131,11 @@ class TwoPlayerGame(Environment):
             )
         return int(seat)
 
-    def step(self, action: int | np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Make a move, and that of an opponent after it. The reward is that of the seat that moved."""
-        mover, move = self.mover, self._take(action)
-        legal = move in self.legal_actions()
-        if legal:
-            self._move(move)
-            self._reply()
+        mover = self.mover
+        legal = self._play(self._take(action) if self.action_names else self._take_text(action))
+        self._reply()
         return self._answer(mover, legal=legal)
 
     def forfeit(self, seat: int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -136,7 +151,15 @@ class TwoPlayerGame(Environment):
         """Return the rewards of a game that a seat has lost without a legal move."""
         return (-1.0, 1.0) if loser == 0 else (1.0, -1.0)
 
-    def random_action(self, rng: np.random.Generator) -> int:
+    def _solved(self, reward: float) -> bool:
+        """Return whether a seat with a reward has solved its task."""
+        return reward > 0
+
+    def _metrics(self) -> dict[str, float]:
+        """Return the metrics of a game that has ended."""
+        return {}
+
+    def random_action(self, rng: np.random.Generator) -> Action:
         """Return a legal action drawn uniformly."""
         return int(rng.choice(self.legal_actions()))
 
@@ -154,9 +177,7 @@ class TwoPlayerGame(Environment):
     def _reply(self) -> None:
         """Let the opponent move until it is the player's turn."""
         while self.opponent is not None and self.rewards is None and self.mover != self.seat:
-            optimal = self.opponent is Opponent.OPTIMAL
-            choose = self.optimal_action if optimal else self.random_action
-            self._move(int(choose(self.np_random)))
+            self._play(self.players[self.opponent](self.np_random))
 
     def _observation(self, seat: int) -> Observation:
         return self.observe(self.seat if self.opponent is not None else seat)
@@ -167,19 +188,13 @@ class TwoPlayerGame(Environment):
         rewards = self.rewards or (0.0, 0.0)
         self._over = self.rewards is not None
         info: dict[str, Any] = {
-            "success": rewards[mover] > 0,
+            "success": self._over and self._solved(rewards[mover]),
             "action_is_effective": legal,
             "action_is_valid": legal,
         }
         if self.opponent is None:
-            info |= {"seat_rewards": [*rewards], "seat_success": [one > 0 for one in rewards]}
+            solved = [self._over and self._solved(one) for one in rewards]
+            info |= {"seat_rewards": [*rewards], "seat_success": solved}
+        if self._over and (metrics := self._metrics()):
+            info["metrics"] = metrics
         return self._observation(self.mover), rewards[mover], self._over, False, info
-
-
-def _named(opponent: Opponent | None) -> Opponent | None:
-    if opponent is None:
-        return None
-    if opponent not in list(Opponent):
-        expected = ", ".join(Opponent)
-        raise ValueError(f"opponent: found {opponent!r}, expected null or one of {expected}")
-    return Opponent(opponent)

@@ -1,9 +1,11 @@
-"""Games of TextArena for one player as an environment."""
+"""Games of TextArena for one and for two players as environments."""
 
 from __future__ import annotations
 
 import itertools
+import pprint
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +17,17 @@ from gymnasium import spaces
 
 from ..adapters.optional import optional_import
 from ..base import Count, Environment, Observation, checked_arguments
+from ..two_player import SEATS, ScriptedPlayer, TwoPlayerGame
 
-# The games draw from the global generator of `random`.
+# The games draw from the global generators of `random` and numpy.
 _GLOBAL_RANDOM = threading.RLock()
 _WON = 1.0
+_GENERAL_RULES = "Play the game as its first message says. Write a move in square brackets, as it asks for."
+# what a game raises at a move that it cannot read; a connection that fails is no such error
+_UNREADABLE = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+_QUOTED_MOVE = re.compile(r"'(\[[^\[\]']+\])'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +147,101 @@ GAMES = {
 }
 
 
+class LibraryGame:
+    """A game of the library, alone with the global generators from which it draws.
+
+    Args:
+        game: Name of the game without version.
+        version: The rest of its id.
+        settings: The game's own arguments.
+        players: Number of players.
+
+    Raises:
+        ValueError: The library has no such game, or it does not begin for so many players.
+    """
+
+    def __init__(
+        self, *, game: str, version: str, settings: Mapping[str, Any] | None, players: int
+    ) -> None:
+        self.library = optional_import("textarena", extra="textarena")
+        known = self.library.envs.registration.ENV_REGISTRY
+        name = f"{game}-v0{version}"
+        if f"{name}-raw" not in known:
+            names = sorted(key.removesuffix("-v0") for key in known if key.endswith("-v0"))
+            raise ValueError(
+                f"game: found {game!r} with version {version!r}, expected one of {', '.join(names)}"
+            )
+        wrappers = known[name].default_wrappers or ()
+        self._in_brackets = self.library.wrappers.ActionFormattingWrapper in wrappers
+        self._players, self._generators = players, _generators()
+        try:
+            with self._drawing():
+                self.game = self.library.make(f"{name}-raw", **dict(settings or {}))
+            self.reset(0)
+        # the library's files for a version of Python, data that it has not downloaded, a key of a service
+        except Exception as error:
+            shown = " ".join(str(error).replace("*", "").split())
+            for_players = f"{players} player{'' if players == 1 else 's'}"
+            raise ValueError(f"game={game}: does not begin for {for_players}: {shown}") from error
+
+    @property
+    def state(self) -> Any:
+        """The library's state of the game."""
+        return self.game.state
+
+    def reset(self, seed: int) -> None:
+        """Begin a game."""
+        with self._drawing():
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002 (some games draw from it)
+            self.game.reset(num_players=self._players, seed=seed)
+
+    def step(self, text: str) -> bool:
+        """Make a move, and return whether the game could read it.
+
+        One without square brackets is put into them, where the library does so too.
+        """
+        text = text.strip()
+        with self._drawing():
+            try:
+                self.game.step(f"[{text}]" if self._in_brackets and "[" not in text else text)
+            except _UNREADABLE:
+                return False
+        return True
+
+    def has_refused(self, player: int) -> bool:
+        """Return whether the game refused the latest move, which was this player's."""
+        return self.state.error_count > 0 or bool(self.state.game_info[player]["invalid_move"])
+
+    def state_key(self) -> str:
+        """Return the game's state as text; the order of its sets and dicts says nothing."""
+        return f"{self.state.turn} {pprint.pformat(self.state.game_state, width=10**6)}"
+
+    def outcome(self) -> str:
+        """Return why a game has ended."""
+        return _plain(self.state.game_info[0].get("reason") or "over")
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        with _GLOBAL_RANDOM:
+            others = _generators()
+            _set_generators(self._generators)
+            try:
+                yield
+            finally:
+                self._generators = _generators()
+                _set_generators(others)
+
+
+def _generators() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()  # noqa: NPY002
+
+
+def _set_generators(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+
+
 class TextArena(Environment):
     """Play a game of TextArena for one player.
 
@@ -172,7 +276,8 @@ class TextArena(Environment):
     - `settings`: the game's own arguments. `partial`: see above.
     """
 
-    needs_trust = ("settings",)
+    # a game may load data from a network when it is made
+    needs_trust = ("game", "version", "settings")
 
     frequent_words = ("The target number is", "higher", "lower", "move")
 
@@ -188,31 +293,17 @@ class TextArena(Environment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        library = optional_import("textarena", extra="textarena")
-        known = library.envs.registration.ENV_REGISTRY
-        name = f"{game}-v0{version}-raw"
-        if name not in known:
-            names = sorted(key.removesuffix("-v0") for key in known if key.endswith("-v0"))
-            raise ValueError(
-                f"game: found {game!r} with version {version!r}, expected one of {', '.join(names)}"
-            )
-        self.game = library.make(name, **dict(settings or {}))
+        self._running = LibraryGame(game=game, version=version, settings=settings, players=1)
+        self.game, library = self._running.game, self._running.library
         self.partial, self._known, self._kinds = partial, GAMES.get(game), library.ObservationType
-        with _GLOBAL_RANDOM, _kept():
-            try:
-                self.game.reset(num_players=1, seed=0)
-            except Exception as error:
-                raise ValueError(f"game={game}: does not begin for one player: {error}") from error
         if not isinstance(self.game.state, library.SinglePlayerState):
             raise ValueError(f"game={game}: is for several players; choose one for one player")
         self.action_space = spaces.Text(max_action_length)
         self.observation_space = spaces.Text(100_000)
-        general = "Play the game as its first message says. Write a move in square brackets, as it asks for."
         # those of the game as it is by default
         self._has_rules = self._known is not None and not version and not settings
-        self.instructions = self._known.rules if self._known and self._has_rules else general
+        self.instructions = self._known.rules if self._known and self._has_rules else _GENERAL_RULES
         self.reward_range = (-1.0, 1.0) if partial else (0.0, 1.0)
-        self._generator: Any = None
         self._shown = ""
 
     def reset(
@@ -220,35 +311,20 @@ class TextArena(Environment):
     ) -> tuple[Observation, dict[str, Any]]:
         """Begin a game."""
         self._begin(seed=seed, options=options)
-        drawn = int(self.np_random.integers(2**31))
-        with _GLOBAL_RANDOM, _kept():
-            random.seed(drawn)
-            self.game.reset(num_players=1, seed=drawn)
-            self._generator = random.getstate()
+        self._running.reset(int(self.np_random.integers(2**31)))
         self._shown = self._news() or "begin"
         return self._shown, {}
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Make a move."""
-        text, before = self._take_text(action).strip(), self.state_key()
-        move = text if "[" in text else f"[{text}]"
-        crashed = False
-        with _GLOBAL_RANDOM, _kept():
-            random.setstate(self._generator)
-            try:
-                self.game.step(move)
-            # a move that the game cannot read
-            except Exception:
-                crashed = True
-            self._generator = random.getstate()
+        text, before = self._take_text(action), self.state_key()
+        crashed = not self._running.step(text)
         state = self.game.state
-        refused = crashed or state.error_count > 0 or bool(state.game_info[0]["invalid_move"])
+        refused = crashed or self._running.has_refused(0)
         self._over = crashed or bool(state.done)
         paid = float(state.rewards[0]) if state.done and state.rewards and not crashed else 0.0
         won = paid >= _WON and not refused
-        self._shown = (
-            self._news() if not self._over else _plain(state.game_info[0].get("reason") or "over")
-        )
+        self._shown = self._running.outcome() if self._over else self._news()
         info = {
             "success": won,
             "action_is_valid": not refused,
@@ -258,7 +334,7 @@ class TextArena(Environment):
 
     def state_key(self) -> str:
         """Return the game's state as text."""
-        return f"{self.game.state.turn} {self.game.state.game_state!r}"
+        return self._running.state_key()
 
     def describe(self) -> str:
         """Return the number of this move: `move 2`."""
@@ -296,14 +372,181 @@ class TextArena(Environment):
         return "\n".join(_plain(text) for _, text, kind in messages if kind not in hidden)
 
 
-@contextmanager
-def _kept() -> Iterator[None]:
-    """Restore the state of the global generator at the end."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
+def _random_column(game: Any, rng: np.random.Generator) -> str:
+    top = game.state.game_state["board"][0]
+    free = [column for column, cell in enumerate(top) if cell == "."]
+    return f"[col {free[int(rng.integers(len(free)))]}]"
+
+
+def _random_word(game: Any, rng: np.random.Generator) -> str:
+    state = game.state.game_state
+    first, length, used = (
+        state[key] for key in ("required_start_letter", "required_length", "used_words")
+    )
+    words = sorted(
+        word
+        for word in game.dictionary.get_all_words()
+        if len(word) == length and word[0] == first and word.isalpha() and word not in used
+    )
+    # a player without a word has lost
+    return f"[{words[int(rng.integers(len(words)))]}]" if words else "[none]"
+
+
+RANDOM_MOVES: dict[str, Callable[[Any, np.random.Generator], str]] = {
+    "ConnectFour": _random_column,
+    "WordChains": _random_word,
+}
+"""Random valid moves of games of two players that do not list theirs."""
+
+
+class TextArenaTwoPlayer(TwoPlayerGame):
+    """Play a game of TextArena for two players.
+
+    ## Description
+    A game of the library TextArena with two seats, numbered as its players. Games for more players are played by two,
+    where they allow it.
+
+    ## Action Space
+    `Text(max_action_length)`: a move in the game's form. One without square brackets is put into them, where the
+    library does so too.
+
+    ## Observation Space
+    `Text`: the game's messages since the seat's last move, and what the other player has written. Of several boards it
+    is the latest one.
+
+    ## Starting State
+    As the game draws it; some games let the second player begin.
+
+    ## Rewards
+    What the game pays each player at its end: 1 for a win, -1 for a loss, 0 for a draw; a few games pay amounts between
+    them.
+
+    ## Trivial Policies
+    Depend on the game. A player whose moves are invalid loses.
+
+    ## Episode End
+    Terminated as the game says. By the library's rules a first invalid move is asked again, and a second one in a row
+    loses. So does a move that the game cannot read.
+
+    ## Information
+    `success`: the seat that moved has a reward above 0. `action_is_valid`: the game has taken the move. With two seats,
+    `seat_rewards` and `seat_success` of each.
+
+    ## Arguments
+    - `game`: name of the game without version, such as `TicTacToe`. `version`: the rest of its id, such as `-long`.
+    - `settings`: the game's own arguments.
+    - `opponent` in training and `validation_opponent` in validation: `random`, who draws among the moves that the game
+      lists, or those of `RANDOM_MOVES`; None for two seats. The library has no other players but models behind
+      interfaces on the web. The option `seat` of a reset is the player's beside an opponent.
+    """
+
+    # a game may load data from a network when it is made
+    needs_trust = ("game", "version", "settings")
+
+    seat_names = ("Player 0", "Player 1")
+    frequent_words = ("Player 0", "Player 1", "Current Board", "Available Moves", "Your available actions are")
+    instructions = _GENERAL_RULES
+
+    @checked_arguments
+    def __init__(
+        self,
+        *,
+        game: str = "TicTacToe",
+        version: str = "",
+        settings: Mapping[str, Any] | None = None,
+        opponent: str | None = None,
+        validation_opponent: str | None = "random",
+        max_action_length: Count = 200,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(
+            opponent=opponent, validation_opponent=validation_opponent, render_mode=render_mode
+        )
+        self._running = LibraryGame(game=game, version=version, settings=settings, players=SEATS)
+        self.game, self._kinds = self._running.game, self._running.library.ObservationType
+        self.action_space = spaces.Text(max_action_length)
+        self.observation_space = spaces.Text(100_000)
+        self._random_move = RANDOM_MOVES.get(game)
+        self._begin_game(0)
+        if (opponent or validation_opponent) and not (self._random_move or self._listed_moves()):
+            raise ValueError(
+                f"opponent=random, game={game}: the game lists no moves to draw from; set opponent=null and "
+                "validation_opponent=null"
+            )
+
+    @property
+    def players(self) -> Mapping[str, ScriptedPlayer]:
+        """The scripted players by name."""
+        return {"random": self.random_action}
+
+    def observe(self, seat: int) -> Observation:
+        """Return what is new to a seat."""
+        if self.rewards is not None:
+            return self._running.outcome()
+        # those of the seat that waits are still in the library's state
+        messages = [*self._news[seat], *self._running.state.observations[seat]]
+        boards = [one for one in messages if one[2] is self._kinds.GAME_BOARD]
+        shown = [
+            _plain(text) if sender != 1 - seat else f"{self.seat_names[sender]}: {_plain(text)}"
+            for sender, text, kind in messages
+            if (kind is not self._kinds.GAME_BOARD or (sender, text, kind) is boards[-1])
+            and not (kind is self._kinds.PLAYER_ACTION and sender == seat)
+        ]
+        return "\n".join(shown) or "your turn"
+
+    def state_key(self) -> str:
+        """Return the game's state and the seat that is to move as text."""
+        own = "" if self.opponent is None else f" {self.seat_names[self.seat]}"
+        return f"{self.seat_names[self.mover]}{own}: {self._running.state_key()}"
+
+    def describe(self) -> str:
+        """Return the number of this move: `move 2`."""
+        return f"move {self._running.state.turn + 1}"
+
+    def difficulty(self) -> int:
+        """Return 1: the episodes of a game count as equally hard."""
+        return 1
+
+    def random_action(self, rng: np.random.Generator) -> str:
+        """Return one of the moves that the game lists, or of `RANDOM_MOVES`, or else a small number."""
+        if self._random_move is not None:
+            return self._random_move(self.game, rng)
+        listed = self._listed_moves()
+        return listed[int(rng.integers(len(listed)))] if listed else f"[{rng.integers(10)}]"
+
+    def _listed_moves(self) -> list[str]:
+        """Return the moves in quotes of the latest message that has some, the rules aside."""
+        for _, text, kind in reversed(self._news[self.mover]):
+            if kind is not self._kinds.PROMPT and (moves := _QUOTED_MOVE.findall(text)):
+                return moves
+        return []
+
+    def _deal(self) -> None:
+        self._begin_game(int(self.np_random.integers(2**31)))
+
+    def _begin_game(self, seed: int) -> None:
+        self._running.reset(seed)
+        self._news: tuple[list[Any], list[Any]] = ([], [])
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Take the mover from the game, with what is new to it."""
+        self.mover, messages = self.game.get_observation()
+        self._news[self.mover].extend(messages)
+
+    def _play(self, action: str) -> bool:
+        seat = self.mover
+        self._news[seat].clear()
+        if not self._running.step(action):
+            self.rewards = self._forfeited(seat)
+            return False
+        state = self._running.state
+        if state.done:
+            paid = state.rewards or {}
+            self.rewards = (float(paid.get(0, 0.0)), float(paid.get(1, 0.0)))
+        else:
+            self._pass_on()
+        return not self._running.has_refused(seat)
 
 
 def _plain(text: str) -> str:

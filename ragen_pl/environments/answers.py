@@ -109,7 +109,8 @@ class AnswerReader:
 
         Raises:
             TypeError: A value has another type.
-            ValueError: The reward is not finite, outside its range, not the sum of its parts or not that of its seat.
+            ValueError: The reward is not finite, outside its range, not the sum of its parts or not that of its seat, or
+                a metric is no finite number.
         """
         if not (isinstance(answer, tuple) and len(answer) == 5 and isinstance(answer[4], dict)):
             raise TypeError(
@@ -123,6 +124,8 @@ class AnswerReader:
             del info[AnswerOutcome.KEY]
         else:
             outcome = AnswerOutcome()
+        if "metrics" in info:
+            info["metrics"] = self._metrics(info["metrics"])
         seat_rewards, seat_success = (
             self._of_seats(info, reward, mover=mover, seats=seats, reward_range=reward_range)
             if seats > 1
@@ -271,9 +274,18 @@ class AnswerReader:
             )
         return amounts
 
+    def _metrics(self, metrics: object) -> dict[str, float]:
+        """Return the metrics that a step names."""
+        amounts = self._amounts(metrics)
+        if amounts is None or not all(map(math.isfinite, amounts.values())):
+            raise ValueError(
+                f"{self.target} returned info['metrics']={shortened(metrics)}; expected finite numbers by name"
+            )
+        return amounts
+
     @staticmethod
     def _amounts(parts: object) -> dict[str, float] | None:
-        """Return named parts of a reward as numbers, None if they are none."""
+        """Return named parts of a reward, or metrics, as numbers, None if they are none."""
         if not isinstance(parts, Mapping):
             return None
         amounts = {str(name): _number(value) for name, value in parts.items()}

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ragen_pl.metrics.proportions import Proportion, wilson
-from ragen_pl.metrics.rollout import rollout_metrics
+from ragen_pl.metrics.rollout import ENVIRONMENT_METRICS, rollout_metrics
 from ragen_pl.metrics.shown import SIMULATED_USER
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
@@ -85,6 +85,9 @@ def validation_metrics(
     metrics |= {name: rollout[name] for name in _ROLLOUT_METRICS if not math.isnan(rollout[name])}
     reported = ("success_reported", *(name for _, name, _ in SIMULATED_USER))
     metrics |= {name: rollout[name] for name in reported if name in rollout}
+    metrics |= {
+        name: mean for name, mean in rollout.items() if name.startswith(ENVIRONMENT_METRICS)
+    }
     failed = rollout["failed_episodes"] > 0
     for k in pass_ks:
         counted = [samples for samples in groups if len(samples) >= k or not failed]

@@ -113,6 +113,11 @@ DIAGNOSTICS: Final = (
 )
 """Metrics that are diagnostics too. The config reads this constant without importing the module."""
 
+ENVIRONMENT_METRICS: Final = "metrics/"
+"""Prefix of the metrics that an environment names itself (`info["metrics"]`)."""
+# kinds of what the environment and its episodes name: parts of the reward, metrics, how often each of these was named, and
+# errors of a simulated user
+_REWARD, _OWN, _OWN_COUNT, _USER_ERROR = "reward", "metrics", "metrics named", "user_error"
 _SCALED = ("return", "return_std", "group_return_std", "reward/")
 
 
@@ -142,9 +147,8 @@ class RolloutStatistics(NamedSums):
     def __init__(self, *, over_ranks: bool = True) -> None:
         super().__init__(_SUMS, over_ranks=over_ranks)
         self._over_ranks = over_ranks
-        # by name; ranks may see different ones
-        self._reward_parts: dict[str, float] = {}
-        self._user_errors: dict[str, float] = {}
+        # by kind and name; ranks may see different ones
+        self._named: dict[tuple[str, str], float] = defaultdict(float)
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:  # type: ignore[override]
         """Count these trajectories."""
@@ -161,7 +165,7 @@ class RolloutStatistics(NamedSums):
                 solved.add(trajectory.group)
             for turn in trajectory.turns:
                 _add_turn(sums, turn)
-                self._add_reward_parts(turn)
+                self._add_named(turn)
         spreads = [
             np.std(returns, ddof=1) for returns in group_returns.values() if len(returns) > 1
         ]
@@ -184,8 +188,9 @@ class RolloutStatistics(NamedSums):
         `user_errors` is the fraction of a simulated user's turns with an error, `user_error/<kind>` that with an error
         of a kind, `without_user_errors` the fraction of episodes whose user made none, and
         `success_without_user_errors` the success in these.
-        `reward/<name>` is the mean over episodes of a named part of the environment's reward. `not_joined_<reason>` is
-        the number of programs' requests that were rendered as a whole, by the first of `DIFFERENCES`.
+        `reward/<name>` is the mean over episodes of a named part of the environment's reward, and `metrics/<name>` that
+        over the steps that name a metric. `not_joined_<reason>` is the number of programs' requests that were rendered
+        as a whole, by the first of `DIFFERENCES`.
         """
         total = self.totals()
         episodes, turns = total["episodes"], total["turns"]
@@ -233,19 +238,12 @@ class RolloutStatistics(NamedSums):
             metrics["samples_per_episode"] = ratio(total["requests"] - total["joined"], episodes)
         not_joined = {f"not_joined_{reason}" for reason in DIFFERENCES}
         metrics |= {name: total[name] for name in sorted(not_joined) if total[name]}
-        metrics |= {
-            f"user_error/{kind}": ratio(count, total["user_turns"])
-            for kind, count in self._over_all(self._user_errors).items()
-        }
-        return metrics | {
-            f"reward/{name}": ratio(amount, episodes)
-            for name, amount in self._over_all(self._reward_parts).items()
-        }
+        return metrics | self._named_metrics(episodes=episodes, user_turns=total["user_turns"])
 
     def reset(self) -> None:
         """Forget all trajectories."""
         super().reset()
-        self._reward_parts, self._user_errors = {}, {}
+        self._named.clear()
 
     def _add_user(self, sums: dict[str, float], trajectory: Trajectory) -> None:
         sums["user_turns"] += len(trajectory.user_errors)
@@ -254,18 +252,28 @@ class RolloutStatistics(NamedSums):
         sums["without_user_errors"] += not trajectory.user_erred
         sums["successes_without_user_errors"] += trajectory.success and not trajectory.user_erred
         for kind in (kind for turn in trajectory.user_errors for kind in turn):
-            self._user_errors[kind] = self._user_errors.get(kind, 0.0) + 1.0
+            self._named[_USER_ERROR, kind] += 1.0
 
-    def _add_reward_parts(self, turn: Turn) -> None:
+    def _add_named(self, turn: Turn) -> None:
         for term, amount in turn.reward_terms.items():
             if term.startswith(REWARD_PART):
-                name = term.removeprefix(REWARD_PART)
-                self._reward_parts[name] = self._reward_parts.get(name, 0.0) + amount
+                self._named[_REWARD, term.removeprefix(REWARD_PART)] += amount
+        for name, value in turn.info.get("metrics", {}).items():
+            self._named[_OWN, name] += value
+            self._named[_OWN_COUNT, name] += 1.0
 
-    def _over_all(self, amounts: dict[str, float]) -> dict[str, float]:
-        every = gather_over_ranks(amounts) if self._over_ranks else [amounts]
-        names = sorted({name for one in every for name in one})
-        return {name: math.fsum(one.get(name, 0.0) for one in every) for name in names}
+    def _named_metrics(self, *, episodes: float, user_turns: float) -> dict[str, float]:
+        """Return the means of what the environment and its episodes name."""
+        own = dict(self._named)
+        every = gather_over_ranks(own) if self._over_ranks else [own]
+        keys = sorted({key for one in every for key in one})
+        total = {key: math.fsum(one.get(key, 0.0) for one in every) for key in keys}
+        counts = {_REWARD: episodes, _USER_ERROR: user_turns}
+        return {
+            f"{kind}/{name}": ratio(amount, counts.get(kind, total.get((_OWN_COUNT, name), 0.0)))
+            for (kind, name), amount in total.items()
+            if kind != _OWN_COUNT
+        }
 
 
 def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:

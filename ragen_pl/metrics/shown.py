@@ -95,6 +95,8 @@ _DRAWN = {
 _PREFIXES = (REWARD_PART, "val/reward/", *(prefix for _, prefix in FAMILIES))
 
 
+# of parts of the reward and of metrics that an environment names
+_NAMED = ("reward", "metrics")
 # of an environment of a mixture
 _OF_ENVIRONMENT = re.compile(r"(?:val|rollout)/[\w-]+/(?:success|return|episodes)")
 
@@ -102,13 +104,13 @@ _OF_ENVIRONMENT = re.compile(r"(?:val|rollout)/[\w-]+/(?:success|return|episodes
 def environments_in(names: Iterable[str]) -> list[str]:
     """Return the environments of a mixture that have a success among a validation's metrics, in alphabetical order.
 
-    A part of the reward is `reward/<part>`.
+    A part of the reward is `reward/<part>`, a metric that an environment names `metrics/<name>`.
 
     >>> environments_in(["success", "lake/success", "lake/return", "reward/shop", "reward/success"])
     ['lake']
     """
     parts = [name.split("/") for name in names]
-    return sorted({one[0] for one in parts if one[1:] == ["success"] and one[0] != "reward"})
+    return sorted({one[0] for one in parts if one[1:] == ["success"] and one[0] not in _NAMED})
 
 
 def is_drawn(name: str) -> bool:

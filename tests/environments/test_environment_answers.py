@@ -52,6 +52,8 @@ def read(*, reward_range=None, **changes):
             "info['reward_parts']['a']=inf; expected a finite number",
         ),
         ({"info": {"reward_parts": {"a": np.float32("nan")}}}, "['a']=nan; expected a finite number"),
+        ({"info": {"metrics": {"a": float("nan")}}}, "info['metrics']={'a': nan}; expected finite numbers by name"),
+        ({"info": {"metrics": 1.0}}, "info['metrics']=1.0; expected finite numbers by name"),
         ({"info": None}, "step returned (str, float, bool, bool, NoneType), expected (observation"),
     ],
 )  # fmt: skip
@@ -62,7 +64,9 @@ def test_values_of_other_types_are_refused(changes, message):
 
 @pytest.mark.parametrize("one", [True, np.True_, 1, 1.0, np.float32(1), torch.tensor(1.0)])
 def test_numbers_and_truth_values_of_libraries_are_taken(one):
-    step = read(reward=one, terminated=one, info={"success": one, "reward_parts": {"a": one}})
+    named = {"reward_parts": {"a": one}, "metrics": {"a": one}}
+    step = read(reward=one, terminated=one, info={"success": one, **named})
+    assert step.info["metrics"] == {"a": 1.0}
     assert step.reward_terms == {"environment/a": 1.0} and step.terminated is step.success is True
     assert read(reward_range=(0.0, 1.0), reward=one).reward_terms == {"environment": 1.0}
 

@@ -120,6 +120,16 @@ def test_parts_of_the_environments_reward_are_means_over_episodes():
     assert statistics.compute() == compute(EPISODES)
 
 
+def test_metrics_of_the_environment_are_means_over_the_steps_that_name_them():
+    """In self-play the last turn of a game is one seat's, whose info alone has them."""
+    games = [make_trajectory(turn(), turn()), make_trajectory(turn()), make_trajectory(turn())]
+    games[0].turns[-1].info = {"metrics": {"agreement": 1.0, "joint_value": 1.5}}
+    games[1].turns[-1].info = {"metrics": {"agreement": 0.0}}
+    for metrics in (compute(games), compute(*([one] for one in games))):
+        found = {name: value for name, value in metrics.items() if name.startswith("metrics")}
+        assert found == {"metrics/agreement": 0.5, "metrics/joint_value": 1.5}
+
+
 def count_parts(rank: int, folder: str) -> None:
     """Count one of the episodes on each rank; write the metrics."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
