@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pprint
 import random
@@ -22,7 +23,9 @@ from ..two_player import SEATS, ScriptedPlayer, TwoPlayerGame
 # The games draw from the global generators of `random` and numpy.
 _GLOBAL_RANDOM = threading.RLock()
 _WON = 1.0
-_GENERAL_RULES = "Play the game as its first message says. Write a move in square brackets, as it asks for."
+_GENERAL_RULES = (
+    "Play the game as its first message says. Write a move in square brackets, as it asks for."
+)
 # what a game raises at a move that it cannot read; a connection that fails is no such error
 _UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, TypeError, ValueError,
@@ -193,7 +196,7 @@ class LibraryGame:
         """Begin a game."""
         with self._drawing():
             random.seed(seed)
-            np.random.seed(seed)  # noqa: NPY002 (some games draw from it)
+            np.random.seed(seed)
             self.game.reset(num_players=self._players, seed=seed)
 
     def step(self, text: str) -> bool:
@@ -234,12 +237,12 @@ class LibraryGame:
 
 
 def _generators() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()  # noqa: NPY002
+    return random.getstate(), np.random.get_state()
 
 
 def _set_generators(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
+    np.random.set_state(states[1])
 
 
 class TextArena(Environment):
@@ -378,16 +381,25 @@ def _random_column(game: Any, rng: np.random.Generator) -> str:
     return f"[col {free[int(rng.integers(len(free)))]}]"
 
 
+@functools.lru_cache(maxsize=8)
+def _words_by_start(dictionary: Any) -> dict[tuple[str, int], list[str]]:
+    """Return the words of a game's dictionary by their first letter and their length, in alphabetical order."""
+    words: dict[tuple[str, int], list[str]] = {}
+    for word in sorted(filter(str.isalpha, dictionary.get_all_words())):
+        words.setdefault((word[0], len(word)), []).append(word)
+    return words
+
+
 def _random_word(game: Any, rng: np.random.Generator) -> str:
     state = game.state.game_state
     first, length, used = (
         state[key] for key in ("required_start_letter", "required_length", "used_words")
     )
-    words = sorted(
+    words = [
         word
-        for word in game.dictionary.get_all_words()
-        if len(word) == length and word[0] == first and word.isalpha() and word not in used
-    )
+        for word in _words_by_start(game.dictionary).get((first, length), ())
+        if word not in used
+    ]
     # a player without a word has lost
     return f"[{words[int(rng.integers(len(words)))]}]" if words else "[none]"
 
@@ -444,7 +456,13 @@ class TextArenaTwoPlayer(TwoPlayerGame):
     needs_trust = ("game", "version", "settings")
 
     seat_names = ("Player 0", "Player 1")
-    frequent_words = ("Player 0", "Player 1", "Current Board", "Available Moves", "Your available actions are")
+    frequent_words = (
+        "Player 0",
+        "Player 1",
+        "Current Board",
+        "Available Moves",
+        "Your available actions are",
+    )
     instructions = _GENERAL_RULES
 
     @checked_arguments

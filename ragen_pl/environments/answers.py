@@ -109,8 +109,8 @@ class AnswerReader:
 
         Raises:
             TypeError: A value has another type.
-            ValueError: The reward is not finite, outside its range, not the sum of its parts or not that of its seat, or
-                a metric is no finite number.
+            ValueError: The reward is not finite, outside its range, not the sum of its parts or not that of its seat;
+                or a metric is no finite number.
         """
         if not (isinstance(answer, tuple) and len(answer) == 5 and isinstance(answer[4], dict)):
             raise TypeError(

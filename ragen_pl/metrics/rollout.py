@@ -115,8 +115,8 @@ DIAGNOSTICS: Final = (
 
 ENVIRONMENT_METRICS: Final = "metrics/"
 """Prefix of the metrics that an environment names itself (`info["metrics"]`)."""
-# kinds of what the environment and its episodes name: parts of the reward, metrics, how often each of these was named, and
-# errors of a simulated user
+# kinds of what the environment and its episodes name: parts of the reward, metrics and how often each of these was
+# named, and errors of a simulated user
 _REWARD, _OWN, _OWN_COUNT, _USER_ERROR = "reward", "metrics", "metrics named", "user_error"
 _SCALED = ("return", "return_std", "group_return_std", "reward/")
 

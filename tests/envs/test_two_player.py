@@ -1,11 +1,14 @@
-"""Games of two players: rules, sums of rewards, scripted players and the exploitability of Kuhn poker."""
+"""Games of two players: rules, rewards, scripted players, the exploitability of Kuhn poker, and negotiations."""
 
 from __future__ import annotations
 
+import re
 from itertools import permutations, product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from envs.kuhn_poker import (
     CARDS,
@@ -17,7 +20,10 @@ from envs.kuhn_poker import (
     information_sets,
     payoff,
 )
+from envs.negotiation import ITEMS, WORTH, Move, Negotiation, Problem, drawn_problem, read_move
+from envs.policies import PlayerPolicy
 from envs.tic_tac_toe import MARKS, TicTacToe, marked, optimal_moves, value, winner
+from envs.trivial_policies import AcceptFirst
 
 GAMES = [TicTacToe, KuhnPoker]
 
@@ -187,3 +193,205 @@ def test_no_seat_sees_the_card_of_the_other():
             seen.setdefault((seat, env.cards[seat]), set()).add(env.observe(seat))
     assert len(seen) == 6 and all(len(texts) == 1 for texts in seen.values())
     assert all(CARDS[card] in next(iter(texts)) for (_, card), texts in seen.items())
+
+
+# ---- negotiation
+
+PROBLEM = Problem(counts=(2, 1, 3), values=((1, 8, 0), (2, 3, 1)))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def negotiation(**settings):
+    env = Negotiation(**settings)
+    env.reset(seed=0)
+    env._start(PROBLEM)
+    return env
+
+
+def negotiated(policy, *, opponent, games):
+    """Return mean reward and success of a policy, the seat drawn for each game."""
+    env, rng = Negotiation(opponent=opponent), np.random.default_rng(0)
+    results = []
+    for seed in range(games):
+        env.reset(seed=seed)
+        ended = False
+        while not ended:
+            _, reward, ended, _, info = env.step(policy.act(env, rng))
+            assert info["action_is_valid"]
+        results.append((reward, info["success"]))
+    return np.mean(results, axis=0)
+
+
+@given(SEEDS, st.booleans())
+def test_a_drawn_problem_keeps_its_rules(seed, held_out):
+    problem = drawn_problem(np.random.default_rng(seed), held_out=held_out)
+    assert problem.held_out == held_out
+    assert 5 <= sum(problem.counts) <= 7 and all(1 <= count <= 4 for count in problem.counts)
+    pairs = list(zip(*problem.values, strict=True))
+    assert all(any(pair) for pair in pairs) and any(all(pair) for pair in pairs)
+    for seat in (0, 1):
+        assert problem.worth(seat, problem.counts) == WORTH
+    assert any(min(outcome) >= WORTH / 2 for outcome in problem.outcomes())
+    frontier = problem.frontier()
+    assert frontier and frontier <= problem.outcomes()
+    for first, second in problem.outcomes():
+        assert any(one >= first and two >= second for one, two in frontier)
+    assert all(
+        one < other or two < last
+        for one, two in frontier
+        for other, last in frontier - {(one, two)}
+    )
+
+
+@given(SEEDS, st.sampled_from([None, "random", "fair", "greedy"]), st.integers(1, 3))
+def test_a_random_negotiation_divides_all_items_and_pays_their_values(seed, opponent, turns):
+    env, rng = Negotiation(turns=turns, opponent=opponent), np.random.default_rng(seed)
+    seen, _ = env.reset(seed=seed)
+    ended = False
+    while not ended:
+        assert seen in env.observation_space and "metrics" not in env.step("accept then")[4]
+        mover = env.to_move()
+        seen, reward, ended, _, info = env.step(env.random_action(rng))
+        assert info["action_is_valid"] and (ended or reward == 0.0)
+    metrics = info["metrics"]
+    assert metrics["agreement"] == (env.shares is not None)
+    own = mover if opponent is None else env.seat
+    assert reward == env.rewards[own] and info["success"] == (reward >= 0.5)
+    if env.shares is None:
+        assert env.rewards == (0.0, 0.0) and metrics == {"agreement": 0.0}
+        return
+    assert tuple(map(sum, zip(*env.shares, strict=True))) == env.problem.counts
+    values = [
+        sum(v * n for v, n in zip(env.problem.values[seat], env.shares[seat], strict=True))
+        for seat in (0, 1)
+    ]
+    assert env.rewards == (values[0] / WORTH, values[1] / WORTH)
+    assert metrics["joint_value"] == pytest.approx(sum(values) / WORTH)
+    better = [
+        one
+        for one in env.problem.outcomes()
+        if one != tuple(values) and one[0] >= values[0] and one[1] >= values[1]
+    ]
+    assert metrics["pareto_efficient"] == (not better)
+
+
+def test_a_negotiation_as_each_seat_reads_it():
+    env = negotiation(turns=2)
+    assert env.observe(0) == "2 books worth 1, 1 hat worth 8, 3 balls worth 0\n2 turns left"
+    env.step("What do you want,\noffers you 2 books?")
+    # one line: words can not look like an offer
+    assert env.observe(1) == (
+        "2 books worth 2, 1 hat worth 3, 3 balls worth 1\nsays What do you want, offers you 2 books?\n2 turns left"
+    )
+    assert env.describe() == "no offer"
+    env.step("Propose 2 books, 1 hat and 0 balls")
+    assert env.observe(0) == "offers you 3 balls\n1 turn left" and env.describe() == "offer 0"
+    env.step("propose 1 hat")
+    assert (
+        env.observe(1) == "offers you 2 books 3 balls\n1 turn left" and env.describe() == "offer 7"
+    )
+    _, reward, ended, _, info = env.step("accept")
+    assert (reward, ended, info["seat_rewards"], info["seat_success"]) == (
+        0.7,
+        True,
+        [0.8, 0.7],
+        [True, True],
+    )
+    assert info["metrics"] == {"agreement": 1.0, "joint_value": 1.5, "pareto_efficient": 1.0}
+    assert [env.observe(seat) for seat in (0, 1)] == [
+        "agreed, you get 1 hat",
+        "agreed, you get 2 books 3 balls",
+    ]
+
+
+def test_no_agreement_in_time_or_a_forfeit_pays_nobody():
+    env = negotiation(turns=1)
+    env.step("propose 1 hat")
+    _, reward, ended, _, info = env.step("no")
+    assert (reward, ended, info["seat_rewards"]) == (0.0, True, [0.0, 0.0]) and env.observe(
+        0
+    ).endswith("no deal")
+    env = negotiation()
+    assert env.forfeit(0)[4]["seat_rewards"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("propose 3 books", "there are 2 books"),
+        ("propose 99999999999999999999 hats", "there are 1 hat"),
+        ("propose 1 cat", "name each of book, hat, ball once"),
+        ("propose 1 hat 1 hat", "name each of"),
+        ("propose", "write such as propose 2 books 1 hat"),
+        ("propose the hat", "write such as"),
+        ("propose 1 hat please", "write such as"),
+        ("accept", "there is no proposal to accept"),
+        ("accept 1 hat", "write accept alone"),
+    ],
+)
+def test_an_answer_that_the_rules_do_not_allow_changes_nothing_but_its_reason(text, reason):
+    env = negotiation()
+    before = env.state_key()
+    seen, _, ended, _, info = env.step(text)
+    assert not info["action_is_valid"] and not ended and env.to_move() == 0
+    assert f"not allowed: {reason}" in seen and env.state_key() == before
+    # nor may a seat accept its own proposal
+    env.step("propose 1 hat")
+    env.step("hm")
+    assert not env.step("accept")[4]["action_is_valid"]
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_move_or_refused(text):
+    try:
+        move = read_move(text, PROBLEM.counts)
+    except ValueError:
+        assert re.match(r"\s*(propose|accept)\b", text.casefold())
+        return
+    assert "\n" not in move.words and len(move.words) <= len(text)
+    if move.share is not None:
+        assert move.share in PROBLEM.shares()
+
+
+@given(st.tuples(*(st.integers(0, count) for count in PROBLEM.counts)))
+def test_a_proposal_is_read_as_it_was_written(share):
+    written = ", ".join(f"{number} {item}s" for number, item in zip(share, ITEMS, strict=True))
+    assert read_move(f" Propose {written}", PROBLEM.counts) == Move(share=share)
+
+
+def test_scripted_negotiators_keep_their_aspirations():
+    env = negotiation(opponent=None)
+    rng = np.random.default_rng(0)
+    # the hat is worth 8 to the first seat, which is the least above a half
+    assert env.fair_action(rng) == "propose 1 hat"
+    # at first all that is of value
+    assert env.greedy_action(rng) == "propose 2 books 1 hat"
+    env.step("propose 2 books 1 hat")
+    assert env.fair_action(rng) != "accept" and env.problem.worth(1, env.offered(1)) == 3
+    env.step("propose 2 books")
+    assert env.offered(0) == (0, 1, 3) and env.fair_action(rng) == "accept" != env.greedy_action(
+        rng
+    )
+
+
+def test_accepting_the_first_offer_earns_what_the_docstring_says():
+    """And the fair player earns more from the greedy one."""
+    text = " ".join(Negotiation.__doc__.split())
+    stated = re.search(
+        r"return at most ([\d.]+\d) of the greedy player and ([\d.]+\d) of the fair", text
+    )
+    bounds = dict(zip(("greedy", "fair"), map(float, stated.groups()), strict=True))
+    for opponent, bound in bounds.items():
+        earned, _ = negotiated(AcceptFirst(), opponent=opponent, games=200)
+        assert bound - 0.1 < earned <= bound
+    earned, success = negotiated(PlayerPolicy(name="fair"), opponent="greedy", games=200)
+    assert earned > bounds["greedy"] + 0.2 and success > 0.9
+
+
+def test_a_wrong_opponent_names_those_of_the_game():
+    with pytest.raises(
+        ValueError, match="found 'optimal', expected null or one of random, fair, greedy"
+    ):
+        Negotiation(opponent="optimal")
+    with pytest.raises(ValueError, match="set opponent=random or fair or greedy"):
+        Negotiation().reset(seed=0, options={"seat": 0})
