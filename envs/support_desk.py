@@ -237,7 +237,7 @@ class SupportDesk(ToolEnvironment):
         if not self._over:
             policy = "" if self._begun else f"{self._seen[CLERK]} "
             self.mover, self._begun = CLERK, True
-            self._seen[CLERK] = self._cut(f"{policy}{self.customer}: {said}")
+            self._seen[CLERK] = f"{policy}{self.customer}: {said}"[: self.max_observation_length]
         info["user_errors"] = [str(error) for error in errors]
         return self._answer(CUSTOMER, -self.user_error_cost * len(errors), info)
 
@@ -300,7 +300,7 @@ class SupportDesk(ToolEnvironment):
             return self._scripted(cue)
         self.mover, self._cue = CUSTOMER, cue
         self._asked |= cue is Cue.CODE
-        self._seen[CUSTOMER] = self._cut(f"clerk: {plain_text(text)}")
+        self._seen[CUSTOMER] = f"clerk: {plain_text(text)}"[: self.max_observation_length]
         return ""
 
     def _told(self, words: list[str]) -> Cue:
@@ -446,7 +446,7 @@ class SupportDesk(ToolEnvironment):
         loss = self.wrong_cost / self.request_count
         self.reward(database=earned, said=half if true else -loss)
         self.at += 1
-        self._asked = False
+        self._asked &= self.at == self.request_count
         self._solved = bool(self.at == self.request_count and self._all_right and not self._harm)
 
     def _draw_policy(self) -> dict[Rule, int | str | None]:

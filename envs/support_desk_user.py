@@ -170,7 +170,9 @@ def _owed(cue: Cue, request: Request) -> set[str]:
 
 def numbers_of(said: Sequence[str]) -> tuple[set[str], set[str]]:
     """Return the numbers, and apart from them the days: those after the word day, with nothing but `is` between."""
-    numbers, days, before = set(), set(), ""
+    numbers: set[str] = set()
+    days: set[str] = set()
+    before = ""
     for word in said:
         if word.isdigit():
             (days if before == DAY else numbers).add(word)

@@ -31,8 +31,8 @@ from ragen_pl.rollout.turns import Episode
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 _ONE_SEAT = (
-    "opponents: the policy has one seat in this environment; take a game of two with env.kwargs.opponent=null, or set "
-    "opponents=null"
+    "opponents: the policy has one seat in this environment; take a game of two with env.kwargs.opponent=null, the "
+    "support desk with env.kwargs.user=seat, or set opponents=null"
 )
 
 OpponentRule: TypeAlias = Literal["uniform", "squared", "variance"]

@@ -140,10 +140,10 @@ class EnvironmentMembers:
     def user_seat(self) -> int | None:
         """The seat of a simulated user, where there are several; None without one."""
         declared = getattr(self._environment, "user_seat", None)
-        if declared is None or (
-            isinstance(declared, int | np.integer) and 0 <= declared < self.seats
-        ):
-            return declared
+        if declared is None:
+            return None
+        if isinstance(declared, int | np.integer) and 0 <= declared < self.seats:
+            return int(declared)
         raise TypeError(
             f"found user_seat={shortened(declared)}, expected None or a seat from 0 to {self.seats - 1}"
         )

@@ -151,6 +151,7 @@ def test_errors_of_a_request(text, errors):
         (["refunded 10"], "bye", ["early_end"]),
         (["which code?", ("{code}", "refunded 10")], "move {next} {city} day {day} code {second}", ["reveal"]),
         (["refunded 10", ("move {next} {city} day {day}", "moved")], "bye", []),
+        (["refunded 10", ("move {next} {city} day {day}", "code?"), ("{second}", "moved")], "bye {second}", []),
         (["refunded 10", ("move {next} {city} day {day}", "moved")], "thanks", ["no_end"]),
         (["refunded 10", ("move {next} {city} day {day}", "moved")], "bye, {wrong}", ["fact"]),
     ],

@@ -197,12 +197,12 @@ class Written:
         return batch
 
 
-def collected(lm, *, other, **settings):
+def collected(lm, *, other, fraction=1.0, **settings):
     context = ContextManager(lm, window="all", max_tokens=4096)
     data = RolloutDataModule(
         proxy_of(context=context, max_response_tokens=80),
         iteration=IterationSettings(groups=3, group_size=2, **settings),
-        opponents=Opponents(fraction=1.0, seat=0),
+        opponents=Opponents(fraction=fraction, seat=0),
     )
     refuse = '{"name": "say", "arguments": {"text": "refused late"}}'
     return data, data.collect(0, Written(context, own=refuse, other=other))
@@ -214,6 +214,14 @@ def test_an_opponent_as_the_user_has_its_errors_reported_and_is_not_trained_on(l
     assert {str(one.user_errors) for one in played} == {"[['omission'], ['no_end']]"}
     assert data.metrics["user_errors"] == 1.0 and data.metrics["user_error/no_end"] == 0.5
     assert len(data.buffer.samples) == 6
+
+
+def test_errors_of_an_opponent_count_where_the_policy_has_no_turn(lm):
+    # in group 1 the opponent ends the conversation at once; in groups 0 and 2 the policy talks to itself
+    data, played = collected(lm, other="bye", fraction=0.5)
+    assert {one.game for one in played} == {0, 2}
+    turns = 2 + sum(len(one.turns) for one in played if one.is_user)
+    assert data.metrics["user_error/early_end"] == pytest.approx(2 / turns)
 
 
 def test_nothing_to_train_on_is_refused_by_name(lm):
