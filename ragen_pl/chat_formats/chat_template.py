@@ -22,9 +22,9 @@ from ragen_pl.chat_formats.messages import (
     History,
     Message,
     UserText,
+    content_parts,
     kept_header,
     user_message,
-    with_content_parts,
 )
 from ragen_pl.chat_formats.template_source import parsed, template_source, variables, with_clock
 
@@ -175,7 +175,9 @@ class ChatTemplate:
 
     def _apply(self, messages: list[Message], *, prompt: bool, source: str) -> str:
         if self._content_parts:
-            messages = [with_content_parts(message) for message in messages]
+            messages = [
+                {**message, "content": content_parts(message["content"])} for message in messages
+            ]
         # templates such as LFM 2.5's read another name; transformers 5.20 and before leave it to the caller
         messages = [
             {"thinking": message["reasoning_content"], **message}

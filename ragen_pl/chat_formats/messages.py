@@ -72,14 +72,9 @@ def kept_header(header: str, after: str) -> tuple[str | None, str]:
     return None, ""
 
 
-def with_content_parts(message: Message) -> Message:
-    """Return a message whose content is a list of parts, as some templates expect."""
-    content = message["content"]
-    return (
-        {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content, str)
-        else message
-    )
+def content_parts(content: str | Sequence[Message]) -> Sequence[Message]:
+    """Return the parts of a content, of a text one part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def tool_message(call: Message, text: str, *, images: int) -> Message:

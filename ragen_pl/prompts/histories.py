@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ragen_pl.chat_formats.messages import Message
+from ragen_pl.chat_formats.messages import Message, content_parts
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.trajectory import ChatRequest
 
@@ -85,6 +85,5 @@ def _calls(message: Message) -> list[tuple[str, object]]:
 
 
 def _digests(message: Message) -> list[str]:
-    content = message["content"]
-    parts = [] if isinstance(content, str) else content
+    parts = content_parts(message["content"])
     return [part["digest"] for part in parts if part["type"] == "image"]

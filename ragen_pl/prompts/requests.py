@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ragen_pl.chat_formats.messages import Message
+from ragen_pl.chat_formats.messages import Message, content_parts
 from ragen_pl.chat_formats.tool_template import ARGUMENT, NoToolsError, first_of
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.prompts.conversation import Conversation, Exchange
@@ -226,8 +226,6 @@ def _content(content: Any, escape: Any) -> Any:
 
 def _text_of(message: Message) -> str:
     """Return the words of a message for a reader."""
-    content = message["content"]
-    if not isinstance(content, str):
-        content = "".join(part.get("text", "") for part in content)
+    content = "".join(part.get("text", "") for part in content_parts(message["content"]))
     calls = [f"{call['name']}({call['arguments']})" for call in message.get("tool_calls") or ()]
     return f"{message['role']}: {' '.join(filter(None, [content, *calls]))}"

@@ -73,9 +73,13 @@ class _RefusalPart(TypedDict):
     refusal: str
 
 
+class _ImageURL(TypedDict):
+    url: str
+
+
 class _ImagePart(TypedDict):
     type: Literal["image_url"]
-    image_url: str | dict[str, Any]
+    image_url: str | _ImageURL
 
 
 _Part = Annotated[_TextPart | _RefusalPart | _ImagePart, Field(discriminator="type")]
@@ -281,7 +285,7 @@ class _Images:
         if part["type"] == "refusal":
             return {"type": "text", "text": part["refusal"]}
         given = part["image_url"]
-        digest, image = self._reader.read(given if isinstance(given, str) else given.get("url"))
+        digest, image = self._reader.read(given if isinstance(given, str) else given["url"])
         self._by_digest[digest] = image
         self._count += 1
         if self._count > MAX_IMAGES:

@@ -31,17 +31,17 @@ class ImageReader:
         # requests of a session are read in several threads
         self._lock = threading.Lock()
 
-    def read(self, url: object) -> tuple[str, np.ndarray]:
+    def read(self, url: str) -> tuple[str, np.ndarray]:
         """Return the digest of a data URL's file, and its image, uint8 `[height, width, 3]`.
 
         Raises:
             RequestError: It is no data URL of an image in one of the formats, or the image has too many pixels.
         """
-        found = _DATA_URL.match(url) if isinstance(url, str) else None
-        if found is None or not isinstance(url, str):
+        found = _DATA_URL.match(url)
+        if found is None:
             raise RequestError(
                 400,
-                f"image_url={str(url)[:60]!r}: expected a data URL, data:image/png;base64,… (or jpeg, webp); no other "
+                f"image_url={url[:60]!r}: expected a data URL, data:image/png;base64,… (or jpeg, webp); no other "
                 "address is read",
                 code="invalid_image_url",
             )

@@ -44,7 +44,7 @@ class _Part(TypedDict, total=False):
     ]
     text: str | None
     refusal: str
-    image_url: Any
+    image_url: str | None
     file_id: Annotated[Any, only(remedy="send an input_image with an image_url")]
 
 
