@@ -311,6 +311,14 @@ def test_ignored_without_a_line(server, caplog):
             },
             "messages[1].content[0].text=5: expected a text",
         ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}
+                ]
+            },
+            "image_url.url=5: expected a text",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].function=None: expected a value"),
         ({"stop": ["a", 5]}, "stop[1]=5: expected a text"),
         ({"temperature": 10**400}, "expected a number"),
@@ -328,7 +336,6 @@ def test_refused_by_name(server, body, named):
         "file:///etc/passwd",
         "/etc/passwd",
         "data:image/gif;base64,AAAA",
-        5,
     ],
 )
 def test_no_address_is_read(server, url):
