@@ -25,6 +25,8 @@ def json_text(
 
     >>> json_text({"loss": float("nan"), "rows": [1.5, float("-inf")]})
     '{"loss": null, "rows": [1.5, null]}'
+    >>> json_text([2 / 3, 1.7976931348623157e308], digits=3)
+    '[0.667, null]'
     """
 
     def converted(other: Any) -> object:
@@ -40,7 +42,8 @@ def json_text(
 def _without_non_finite(value: object, digits: int | None) -> object:
     if isinstance(value, float):
         rounded = value if digits is None else float(f"{value:.{digits}g}")
-        return rounded if math.isfinite(value) else None
+        # the largest numbers may become infinite
+        return rounded if math.isfinite(rounded) else None
     if isinstance(value, Mapping):
         return {name: _without_non_finite(item, digits) for name, item in value.items()}
     if isinstance(value, list | tuple):

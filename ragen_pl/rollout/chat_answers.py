@@ -26,8 +26,8 @@ _MILLION = 1_000_000
 _CONTENT_FILTER = "content_filter"
 # of a text that is shown
 _SHOWN = 100
-Letters = InstanceOf[str]
-"""A text that may have lone surrogates, which pydantic's own type refuses."""
+# a text that may have lone surrogates, which pydantic's own type refuses
+_Letters = InstanceOf[str]
 
 
 class Tokens(NamedTuple):
@@ -67,7 +67,7 @@ class Answer:
 
 class _TextPart(TypedDict):
     type: Literal["text"]
-    text: Letters
+    text: _Letters
 
 
 class _Call(TypedDict):
@@ -75,8 +75,8 @@ class _Call(TypedDict):
 
 
 class _Message(TypedDict, total=False):
-    content: Letters | list[_TextPart] | None
-    refusal: Annotated[Letters | None, OR_NONE]
+    content: _Letters | list[_TextPart] | None
+    refusal: Annotated[_Letters | None, OR_NONE]
     tool_calls: Annotated[list[Annotated[_Call | None, OR_NONE]] | None, OR_NONE]
 
 
