@@ -10,15 +10,23 @@ from argparse import Namespace
 from omegaconf import DictConfig
 
 from ragen_pl.base.machine import collection_paused
-from ragen_pl.config import hydra_main
+from ragen_pl.config import ConfigError, hydra_main
 
 
 def name_file(args: Namespace) -> list[str]:
     """Return the overrides, with a file that is given alone as `batch`.
 
+    Raises:
+        ConfigError: A checkpoint is given.
+
     >>> name_file(Namespace(overrides=["runs/a/bad_batch/0003_00017_0.pt", "dtype=float32"]))
     ['batch=runs/a/bad_batch/0003_00017_0.pt', 'dtype=float32']
     """
+    if given := [word for word in args.overrides if word.startswith("ckpt=")]:
+        raise ConfigError(
+            f"{given[0]}: the step of a checkpoint is not repeated; set batch=FILE of a run's bad_batch or batches "
+            "folder, where callbacks.record_batches.every_n_iterations=1 keeps steps"
+        )
     return [word if "=" in word else f"batch={word}" for word in args.overrides]
 
 

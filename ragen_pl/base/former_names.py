@@ -51,7 +51,6 @@ MOVED = {
     "programs": "agent_programs",
     "run.replaying": "replaying.step",
     "run.slurm": "slurm.job_file",
-    "run.steps_in_checkpoint": "replaying.steps_in_checkpoint",
     "run.tracking": "tracking.mlflow_run",
 }
 """Modules and packages by former name, both below `ragen_pl`."""

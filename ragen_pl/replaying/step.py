@@ -1,7 +1,4 @@
-"""Repeat a recorded optimizer step, or one of a checkpoint inside an update, and report where it is not finite.
-
-Everything runs in one process, one rank's part after the other.
-"""
+"""Repeat a recorded optimizer step of one rank, in one process, and report where it is not finite."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ from ragen_pl.assembly.weights import (
 from ragen_pl.base.phases import wide_console
 from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.checkpoints.folder import Run, run_of
-from ragen_pl.checkpoints.rank_states import load_rank_states
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.trust import (
     check_folder,
@@ -53,10 +49,9 @@ from ragen_pl.modules.frozen import FINGERPRINTS, Fingerprint, fingerprints, wit
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.recording import UPDATE, Finding, Recordable, find, repeat
 from ragen_pl.modules.tracing import StepTrace
-from ragen_pl.replaying.steps_in_checkpoint import steps_in_checkpoint
 from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
-from ragen_pl.tracking.checkpoints import find_checkpoint, group_of
+from ragen_pl.tracking.checkpoints import group_of
 
 log = logging.getLogger(__name__)
 # groups of a run's config that a step is repeated with, and what of them is not used
@@ -99,14 +94,14 @@ class Recorded:
     """Recorded optimizer step that is repeated.
 
     Attributes:
-        steps: An optimizer step, as each rank that is known has taken it.
+        step: An optimizer step, as one rank has taken it.
         weights: Weights before the step.
         fingerprints: Fingerprints of the weights that are left out of these.
         run: The run's folder.
         settings: The config of the start that it is of.
     """
 
-    steps: list[RecordedStep]
+    step: RecordedStep
     weights: Mapping[str, Tensor]
     fingerprints: Mapping[str, Fingerprint]
     run: Path
@@ -120,51 +115,32 @@ def replay(cfg: DictConfig) -> Finding | None:
         ConfigError: There is nothing to repeat, or its weights are those of another model.
     """
     quieten()
-    recorded = read_batch(cfg) if cfg.batch else read_checkpointed(cfg)
+    recorded = read_batch(cfg)
     settings = read_settings(recorded.settings, trusted=cfg.trust)
     columns = {"as in the run": None} | ({cfg.dtype: cfg.dtype} if cfg.dtype else {})
-    traces: dict[str, list[list[StepTrace]]] = {}
+    traces: dict[str, list[StepTrace]] = {}
     for title, dtype in columns.items():
         module = build_module(
             settings, recorded, dtype=dtype, device=device_named(cfg.device), trusted=cfg.trust
         )
-        traces[title] = [repeat(module, in_type(step, dtype)) for step in recorded.steps]
-    return report(recorded.steps, traces, console=wide_console(_WIDTH))
+        traces[title] = repeat(module, in_type(recorded.step, dtype))
+    return report(recorded.step, traces, console=wide_console(_WIDTH))
 
 
 def read_batch(cfg: DictConfig) -> Recorded:
     """Return the step of `batch=FILE`."""
+    if cfg.batch is None:
+        raise ConfigError(
+            "batch has no value; set batch=FILE of a run's bad_batch or batches folder"
+        )
     file = Path(cfg.batch).expanduser().absolute()
     place = f"batch={cfg.batch}"
     with config_errors(place, hint=_HINT):
         step = RecordedStep.read(file)
     run = _run_folder(cfg, file, place)
     saved = read_checkpoint(file.with_name(step.weights), source=place, hint=_HINT)
-    return _recorded([step], saved, run)
-
-
-def read_checkpointed(cfg: DictConfig) -> Recorded:
-    """Return the optimizer step that a checkpoint inside an update is in, or that follows it."""
-    if cfg.ckpt is None:
-        raise ConfigError(
-            "batch has no value; set batch=FILE of a run's bad_batch or batches folder, or ckpt=FILE of a checkpoint "
-            "inside an update"
-        )
-    found = find_checkpoint(cfg.ckpt, root=cfg.paths.root, run_dir=cfg.paths.run_dir)
-    place = f"ckpt={cfg.ckpt}"
-    run = _run_folder(cfg, found.path, place)
-    saved = read_checkpoint(found.path, source=place, hint="give a run's checkpoint")
-    settings_file = settings_of_weights(run, saved.get(SETTINGS))
-    settings = read_settings(settings_file, trusted=cfg.trust)
-    with config_errors(place):
-        saved = load_rank_states(saved, folder=found.path.parent)
-        steps = steps_in_checkpoint(saved, settings)
-    return _recorded(steps, saved, run)
-
-
-def _recorded(steps: list[RecordedStep], saved: Mapping[str, Any], run: Path) -> Recorded:
     settings = settings_of_weights(run, saved.get(SETTINGS))
-    return Recorded(steps, module_state(saved), saved.get(FINGERPRINTS, {}), run, settings)
+    return Recorded(step, module_state(saved), saved.get(FINGERPRINTS, {}), run, settings)
 
 
 def _run_folder(cfg: DictConfig, file: Path, place: str) -> Path:
@@ -231,7 +207,7 @@ def build_module(
         critic = build_critic(settings, bundle, build=partial(build, key="critic.build"))
         models = Models(build_policy(bundle, settings["update"]), critic)
     module: Recordable
-    if recorded.steps[0].phase == UPDATE:
+    if recorded.step.phase == UPDATE:
         run = Run(recorded.run)
         if run.warm_start.exists():
             # the reference is a copy of them
@@ -290,32 +266,26 @@ def in_type(step: RecordedStep, dtype: str | None) -> RecordedStep:
 
 
 def report(
-    steps: Sequence[RecordedStep],
-    traces: Mapping[str, Sequence[Sequence[StepTrace]]],
-    *,
-    console: Console,
+    step: RecordedStep, traces: Mapping[str, Sequence[StepTrace]], *, console: Console
 ) -> Finding | None:
-    """Print a step and return its values that are not finite, as computed in the run.
+    """Print a step and return its first value that is not finite, as computed in the run.
 
     Args:
-        steps: The step of each rank.
-        traces: What each minibatch of each of them showed, by the title of its columns.
+        step: The step.
+        traces: What each of its minibatches showed, by the title of its columns.
         console: Where to print.
     """
     as_run = next(iter(traces.values()))
-    findings = [find(of_rank) for of_rank in as_run]
-    rank = next((n for n, finding in enumerate(findings) if finding is not None), 0)
-    finding = findings[rank]
+    finding = find(as_run)
     minibatch = finding.minibatch if finding is not None else 0
-    shown = {title: of_ranks[rank][minibatch] for title, of_ranks in traces.items()}
-    first = steps[0]
-    name = f"iteration {first.iteration}" if first.iteration else first.phase
-    lines = [f"{name}, optimizer step {first.step}"]
-    for step, of_rank in zip(steps, as_run, strict=True):
-        losses = ", ".join(f"{trace.loss:.6g}" for trace in of_rank)
-        lines.append(f"rank {step.rank} of {step.ranks}: loss of each minibatch {losses}")
-    lines.append(f"parts in minibatch {minibatch + 1} of rank {steps[rank].rank}:")
-    for line in lines:
+    shown = {title: of_minibatches[minibatch] for title, of_minibatches in traces.items()}
+    name = f"iteration {step.iteration}" if step.iteration else step.phase
+    losses = ", ".join(f"{trace.loss:.6g}" for trace in as_run)
+    for line in (
+        f"{name}, optimizer step {step.step}",
+        f"rank {step.rank} of {step.ranks}: loss of each minibatch {losses}",
+        f"parts in minibatch {minibatch + 1} of rank {step.rank}:",
+    ):
         _print(console, line)
     console.print(table_of(shown))
     for title, trace in shown.items():

@@ -25,6 +25,7 @@ from ragen_pl.checkpoints.folder import Run
 from ragen_pl.config import ConfigError, config_dir, trust
 from ragen_pl.config.check import class_path
 from ragen_pl.config.signatures import declared_trust, read_signature
+from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.evaluation.mlflow_log import log_evaluation
 from ragen_pl.metrics.record import MetricsRecord
 from ragen_pl.replaying.step import read_settings
@@ -138,6 +139,19 @@ def make_run(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def recorded(run: Path) -> str:
+    """Write a recorded step into a run, and return what `replay` is given."""
+    file = run / "batches" / "0001_00001_0.pt"
+    file.parent.mkdir(exist_ok=True)
+    step = RecordedStep(
+        phase="update", iteration=1, step=1, rank=0, ranks=1, minibatches=[], random=[], suspect=None,
+        weights="weights.pt", versions={},
+    )  # fmt: skip
+    step.write(file)
+    torch.save({"module": {}, "settings": "config.yaml"}, file.with_name("weights.pt"))
+    return f"batch={file}"
+
+
 @pytest.fixture
 def run(tmp_path) -> Path:
     return make_run(tmp_path / "run")
@@ -244,7 +258,7 @@ def test_replay_imports_no_module_that_a_folder_names(tmp_path, command):
         )
     ):
         folder = make_run(tmp_path / str(number), **changes)
-        refused = command("replay", f"ckpt={folder}").refused()
+        refused = command("replay", recorded(folder)).refused()
         assert "theirs" in refused and refused.endswith("set trust=true") and not mark.exists()
 
 
@@ -270,8 +284,8 @@ def test_replay_imports_no_module_that_a_folder_names(tmp_path, command):
 )
 def test_settings_that_are_large_deep_or_of_other_types_are_refused(text, run, command):
     (run / "config.yaml").write_text(text)
-    for name, key in (("evaluate", "to=out"), ("replay", "device=cpu")):
-        assert "config.yaml" in command(name, f"ckpt={run}", key).refused()
+    assert "config.yaml" in command("evaluate", f"ckpt={run}", "to=out").refused()
+    assert "config.yaml" in command("replay", recorded(run), "device=cpu").refused()
 
 
 @pytest.mark.parametrize(
@@ -570,9 +584,10 @@ def test_a_folder_with_links_out_of_it_or_pipes_is_refused(run, tmp_path, comman
     found = "is no plain file" if kind == "pipe" else "is a link that leads out"
     (tmp_path / "secret").write_text("secret")
     LINKED[kind](run, tmp_path / "secret")
-    for name in (*COMMANDS, "replay"):
+    for name in COMMANDS:
         more = ["to=out"] if name in ("evaluate", "export") else []
         assert found in command(name, f"ckpt={run}", *more).refused(), name
+    assert found in command("replay", recorded(run)).refused()
     assert found in command("sync", f"run={run}").refused()
     cfg = composed("env=frozenlake", f"paths.run_dir={run}")
     resumed = Run(run, run / "checkpoints" / "last.ckpt", resumed=True)

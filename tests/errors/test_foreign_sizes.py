@@ -352,7 +352,11 @@ def test_a_repeated_step_makes_no_larger_critic_than_its_weights(their_run, tmp_
     cfg = OmegaConf.load(folder / "config.yaml")
     cfg.critic.build = size
     weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    recorded = Recorded([], weights, {}, folder, folder / "config.yaml")
+    step = RecordedStep(
+        phase="update", iteration=1, step=1, rank=0, ranks=1, minibatches=[], random=[], suspect=None,
+        weights="weights.pt", versions={},
+    )  # fmt: skip
+    recorded = Recorded(step, weights, {}, folder, folder / "config.yaml")
     with pytest.raises(
         ConfigError, match=r"critic\.build\.text\.vocab_size=1000000000000.* trust=true"
     ):

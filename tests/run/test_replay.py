@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,16 @@ from omegaconf import OmegaConf
 from support.runs.module_process import run_module
 
 from ragen_pl.config import ConfigError
-from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.data.recorded_step import RecordedStep
-from ragen_pl.replaying.step import build_module, read_batch, read_checkpointed, replay
+from ragen_pl.replaying.step import build_module, read_batch, replay
 
 LAYER = "policy.model.model.layers.1.mlp.up_proj"
 ROOT = Path(__file__).parents[2]
-SETTINGS = {"batch": None, "ckpt": None, "dtype": None, "device": "cpu", "trust": False}
+SETTINGS = {"batch": None, "dtype": None, "device": "cpu", "trust": False}
 
 
 def settings(**changes):
-    return OmegaConf.create({**SETTINGS, "paths": {"root": "runs", "run_dir": None}, **changes})
+    return OmegaConf.create({**SETTINGS, "paths": {"run_dir": None}, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +39,6 @@ def ended(job):
         "callbacks.collapse=null",
         "callbacks.diagnostics=null",
         "callbacks.record_batches.every_n_iterations=2",
-        "+callbacks.inside._target_=support.runs.overflow.SaveAtStep",
-        "+callbacks.inside.step=0",
         "+callbacks.overflow._target_=support.runs.overflow.Overflow",
         f"+callbacks.overflow.layer={LAYER}",
         "+callbacks.overflow.step=11",
@@ -91,75 +87,26 @@ def test_one_process_repeats_a_ranks_step_and_names_the_layer(ended, tmp_path):
     assert 0 < float(row.split("│")[2]) < 1e6
 
 
-def same(first: Minibatch, second: Minibatch) -> bool:
-    """Whether two minibatches are equal bit for bit."""
-    tensors = [
-        (getattr(first.samples, field.name), getattr(second.samples, field.name))
-        for field in fields(Samples)
-    ]
-    tensors += zip(first.images, second.images, strict=True)
-    tensors += zip(first.microbatches, second.microbatches, strict=True)
-    for name in ("loss_tokens", "value_tokens", "kl_tokens", "sequences", "episodes", "reference"):
-        tensors.append((getattr(first, name), getattr(second, name)))
-    assert first.kept_ids is not None and second.kept_ids is not None
-    tensors += [
-        (first.kept_ids.ids, second.kept_ids.ids),
-        (first.kept_ids.ends, second.kept_ids.ends),
-    ]
-    return all(map(torch.equal, *zip(*tensors, strict=True))) and (
-        (first.ends_step, first.scale) == (second.ends_step, second.scale)
-    )
-
-
-@pytest.mark.slow
-def test_a_checkpoint_inside_an_update_holds_the_step_of_each_rank(ended, capsys):
-    """The step that was recorded when it began."""
-    folder, _ = ended
-    checkpointed = read_checkpointed(settings(ckpt=str(folder / "checkpoints" / "inside.ckpt")))
-    assert len(checkpointed.steps) == 2
-    for rank, step in enumerate(checkpointed.steps):
-        recorded = read_batch(settings(batch=str(folder / "batches" / f"0001_00001_{rank}.pt")))
-        (expected,) = recorded.steps
-        assert (step.rank, step.step, step.iteration) == (rank, expected.step, expected.iteration)
-        assert len(step.minibatches) == len(expected.minibatches) > 1
-        assert all(map(same, step.minibatches, expected.minibatches))
-        for name, weight in recorded.weights.items():
-            assert weight.equal(checkpointed.weights[name])
-    assert replay(settings(ckpt=str(folder / "checkpoints" / "inside.ckpt"))) is None
-    printed = capsys.readouterr().out
-    assert "rank 0 of 2: loss" in printed and "rank 1 of 2: loss" in printed
-    assert "as in the run: all numbers are finite" in printed
-
-
 @pytest.mark.slow
 def test_the_settings_are_those_of_the_start_that_wrote_the_weights(ended, tmp_path):
     """Not those of a later start."""
     shutil.copytree(ended[0], tmp_path / "run")
     folder = tmp_path / "run"
-    later, checkpoint = folder / "config_2.yaml", folder / "checkpoints" / "inside.ckpt"
-    for file in folder.glob("batches/0001_*_weights.pt"):
-        for path in (file, checkpoint):
-            saved = torch.load(path, weights_only=True)
-            torch.save(saved | {"settings": "config_2.yaml"}, path)
-    given = settings(ckpt=str(checkpoint), trust=True)
-    batch = settings(batch=str(folder / "batches" / "0001_00001_0.pt"), trust=True)
+    later, (weights,) = folder / "config_2.yaml", folder.glob("batches/0001_*_weights.pt")
+    saved = torch.load(weights, weights_only=True)
+    torch.save(saved | {"settings": "config_2.yaml"}, weights)
+    record = "batches/0001_00001_0.pt"
+    batch = settings(batch=str(folder / record), trust=True)
     with pytest.raises(ConfigError, match=r"config_2\.yaml cannot be read"):
-        replay(given)
-    changed = OmegaConf.load(folder / "config.yaml")
-    changed["update"].minibatches *= 2
-    OmegaConf.save(changed, later)
-    assert read_batch(batch).settings == read_checkpointed(given).settings == later
-    original = read_checkpointed(settings(ckpt=str(ended[0] / "checkpoints" / "inside.ckpt")))
+        replay(batch)
+    shutil.copy(folder / "config.yaml", later)
+    assert read_batch(batch).settings == later
+    original = read_batch(settings(batch=str(ended[0] / record)))
     assert original.settings == ended[0] / "config.yaml"
-    rows = [
-        sum(len(minibatch.samples.input_ids) for minibatch in recorded.steps[0].minibatches)
-        for recorded in (original, read_checkpointed(given))
-    ]
-    assert rows[0] > rows[1]
     # of an earlier version: those of the last start; and no file elsewhere
     for name in (None, "../config.yaml", 2):
-        torch.save({**torch.load(checkpoint, weights_only=True), "settings": name}, checkpoint)
-        assert read_checkpointed(given).settings == later
+        torch.save(saved | {"settings": name}, weights)
+        assert read_batch(batch).settings == later
 
 
 @pytest.mark.slow
@@ -174,7 +121,6 @@ def test_what_cannot_be_repeated_is_refused_in_one_line(ended, tmp_path):
             "batch": str(tmp_path / "other.pt")
         },
         r"expected the file of a recorded step": {"batch": str(tmp_path / "strange.pt")},
-        r"the checkpoint holds no samples": {"ckpt": str(folder / "checkpoints" / "last.ckpt")},
     }
     for message, given in refused.items():
         with pytest.raises(ConfigError, match=message) as caught:
@@ -196,3 +142,9 @@ def test_what_cannot_be_repeated_is_refused_in_one_line(ended, tmp_path):
     with pytest.raises(ConfigError, match="holds another model"):
         build_module(other, recorded, dtype=None, device=torch.device("cpu"))
     assert torch.__version__.startswith(RecordedStep.read(record).versions["torch"])
+
+
+def test_a_checkpoint_is_refused_with_the_new_way(command):
+    refused = command("replay", "ckpt=runs/x/checkpoints/last.ckpt").refused()
+    assert "ckpt=runs/x/checkpoints/last.ckpt: the step of a checkpoint is not repeated" in refused
+    assert "set batch=FILE of a run's bad_batch or batches folder" in refused

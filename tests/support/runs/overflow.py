@@ -1,8 +1,6 @@
-"""Callbacks for the tests of `ragen_pl.replay`: one makes a layer overflow, one saves a checkpoint inside an update."""
+"""A callback for the tests of `ragen_pl.replay`, which makes a layer overflow."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -27,22 +25,3 @@ class Overflow(pl.Callback):
         if trainer.global_step == self.step:
             with torch.no_grad():
                 module.get_submodule(self.layer).weight.fill_(3e38)
-
-
-class SaveAtStep(pl.Callback):
-    """Save a checkpoint inside an update, after a minibatch that ends no optimizer step.
-
-    Args:
-        step: number of optimizer steps before it.
-    """
-
-    def __init__(self, *, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, *arguments: object
-    ) -> None:
-        file = Path(trainer.default_root_dir) / "checkpoints" / "inside.ckpt"
-        if trainer.global_step == self.step and not file.exists():
-            trainer.strategy.barrier()
-            trainer.save_checkpoint(file)
