@@ -22,7 +22,8 @@ from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.chat_formats.template_source import template_source
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.nodes import plain
-from ragen_pl.config.trust import check_folder, check_settings, is_own, is_own_folder
+from ragen_pl.config.own_files import is_own, is_own_folder
+from ragen_pl.config.trust import check_folder, check_settings
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.positions import check_length

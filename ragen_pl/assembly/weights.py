@@ -21,7 +21,7 @@ from ragen_pl.checkpoints.checkpoint_check import changed_entry
 from ragen_pl.checkpoints.sharded_checkpoint import non_finite_entry, read_shards
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.nodes import leaves
-from ragen_pl.config.trust import is_own
+from ragen_pl.config.own_files import is_own
 from ragen_pl.engines.generation_check import GenerationCheck
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import (

@@ -11,7 +11,7 @@ from ragen_pl.base.constraints import Count
 from ragen_pl.base.seeding import random_state
 from ragen_pl.callbacks.access import run_folder
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.modules.recording import Recordable, minibatches_of_step, present_step, record
+from ragen_pl.modules.optimized import OptimizedModule
 
 FOLDER = "batches"
 """Folder in the run's one."""
@@ -39,7 +39,9 @@ class RecordBatches(RolloutCallback):
         interval = self.every_n_iterations
         if interval is None or batch_idx or trainer.current_epoch % interval:
             return
-        assert isinstance(pl_module, Recordable)
+        from ragen_pl.modules.recording import minibatches_of_step, present_step, record
+
+        assert isinstance(pl_module, OptimizedModule)
         last = trainer.accumulate_grad_batches - 1
         numbers = minibatches_of_step(pl_module, last)
         step = present_step(pl_module, numbers, random={batch_idx: random_state()})

@@ -18,7 +18,6 @@ from typing import IO, Any
 
 from ragen_pl.base.files import disk_errors_of
 from ragen_pl.base.foreign_files import archive_problem, pickle_problem, readable_json_object
-from ragen_pl.checkpoints.pickle_outline import class_in, entry_of, items_of, place_of
 
 FILES = "files.json"
 """Sizes of the files in a checkpoint's folder and the digest of its list of tensors, written when they are complete."""
@@ -90,7 +89,11 @@ def _text_in_state(file: Path, name: str, *state: int) -> str | None:
         structure = _structure(file)
     except OSError:
         return None
-    entry = None if structure is None else entry_of(structure, name)
+    if structure is None:
+        return None
+    from ragen_pl.checkpoints.pickle_outline import entry_of
+
+    entry = entry_of(structure, name)
     return entry if isinstance(entry, str) else None
 
 
@@ -153,6 +156,8 @@ def _damaged_in(stream: IO[bytes]) -> str | None:
                     while values.read(_READ):
                         pass
             except _ERRORS:
+                from ragen_pl.checkpoints.pickle_outline import place_of
+
                 place = place_of(record.filename, archive.read(_pickle_in(archive)))
                 return place or f"its record {record.filename}"
     return None
@@ -212,6 +217,8 @@ def _is_archive(file: Path) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _damaged_item(folder: Path, states: Any) -> str | None:
+    from ragen_pl.checkpoints.pickle_outline import class_in, items_of
+
     listed = folder / LIST
     with disk_errors_of(listed):
         content = listed.read_bytes()

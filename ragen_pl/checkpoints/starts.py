@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import pickletools
 import socket
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from ragen_pl.base.files import disk_errors_of
 from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.base.stop_signals import interrupted, uninterrupted
+from ragen_pl.checkpoints.folder import Run
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.engines.errors import RolloutError
 
@@ -22,6 +28,8 @@ log = logging.getLogger(__name__)
 FILE = "starts.jsonl"
 # exit codes after a signal or Ctrl-C, and of another rank that has refused a setting
 _STOPPED = (130, 143, 2)
+# characters of a digest
+_DIGEST = 10
 
 
 @contextmanager
@@ -37,8 +45,8 @@ def counted_start(
 
     Args:
         folder: The run's folder.
-        begins: The place that the run continues from.
-        config: Digest of its config. Another one is counted anew.
+        begins: The place that the run continues from, see `beginning_of`.
+        config: Digest of its config, see `config_digest`. Another one is counted anew.
         settings: Name of the file that holds its config.
         max_failures: Failed starts from one place, after which there is no further one; None for any number.
 
@@ -98,6 +106,41 @@ def failures_at_the_end(lines: list[dict[str, Any]], start: dict[str, str]) -> i
             break
         count += 1
     return count
+
+
+def beginning_of(run: Run) -> str:
+    """Return the place that a run continues from in words."""
+    if run.checkpoint is not None:
+        steps, size = steps_of(run.checkpoint), run.checkpoint.stat().st_size
+        return f"step {steps} ({run.checkpoint.name}, {size} bytes)"
+    if run.has_initial_weights:
+        return "the end of the warm start"
+    if run.resumed and run.warm_start_checkpoint.exists():
+        return f"step {steps_of(run.warm_start_checkpoint)} of the warm start"
+    return "its beginning"
+
+
+def steps_of(checkpoint: Path) -> int | None:
+    """Return the number of optimizer steps in a checkpoint, None where it has none. Nothing of it is executed."""
+    with suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(checkpoint) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        with archive.open(name) as stream:
+            is_next = False
+            for opcode, argument, _ in pickletools.genops(stream):
+                if is_next and isinstance(argument, int) and not opcode.name.endswith("PUT"):
+                    return argument
+                is_next = is_next or argument == "global_step"
+    return None
+
+
+def config_digest(cfg: DictConfig) -> str:
+    """Return the digest of a whole config."""
+    return digest(OmegaConf.to_yaml(cfg, resolve=True))
+
+
+def digest(text: str) -> str:
+    """Return the first characters of a text's SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST]
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

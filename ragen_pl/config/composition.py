@@ -23,7 +23,6 @@ from ragen_pl.config.check import (
 )
 from ragen_pl.config.environments import with_environments
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.config.hydra_errors import missing_key, translated
 from ragen_pl.config.overrides import key_of, overrides_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir, searched
 from ragen_pl.config.relations import unread_overrides
@@ -120,6 +119,8 @@ def _composed(name: str, overrides: list[str], *, folder: Path) -> DictConfig:
     try:
         return compose(name, overrides=overrides)
     except Exception as error:  # of Hydra, OmegaConf or YAML
+        from ragen_pl.config.hydra_errors import missing_key, translated
+
         if key := missing_key(error):
             raise _MissingKey(key, translated(error)) from error
         if "Config group override must be" in str(error):

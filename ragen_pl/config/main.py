@@ -31,7 +31,6 @@ from ragen_pl.config.composition import compose_accepted, compose_overrides
 from ragen_pl.config.ending import or_exit
 from ragen_pl.config.environments import with_environments
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.nodes import leaves
 from ragen_pl.config.overrides import key_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir
@@ -230,6 +229,8 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
+        from ragen_pl.config.hydra_errors import translated
+
         raise ConfigError(translated(error)) from error
     values: list[list[str]] = []
     for override in parsed:

@@ -12,7 +12,7 @@ from ragen_pl.base.constraints import shown
 from ragen_pl.base.settings_files import FIRST, newest_settings, number_of, settings_file
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import leaves
-from ragen_pl.config.trust import run_settings, write_settings
+from ragen_pl.config.own_files import run_settings, write_settings
 
 # keys of the start itself
 _OF_THE_START = ("ckpt_path", "paths.run_dir", "paths.root")

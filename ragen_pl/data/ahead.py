@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,11 +17,9 @@ from torch import Tensor
 
 from ragen_pl.base.distributed import all_ranks_do, gather_over_ranks, rank, sendable, world_size
 from ragen_pl.base.error_text import error_text
-from ragen_pl.checkpoints.known_pickle import packed, unpacked
 from ragen_pl.checkpoints.rank_states import save_rank_states
 from ragen_pl.data.settings import IterationsAhead
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import Progress
 from ragen_pl.trajectory import (
     Action,
@@ -35,6 +33,9 @@ from ragen_pl.trajectory import (
     Trajectory,
     Turn,
 )
+
+if TYPE_CHECKING:
+    from ragen_pl.rollout.background import BackgroundRollout
 
 log = logging.getLogger(__name__)
 # numpy's own pickles of arrays, which can break memory and are not read
@@ -68,6 +69,8 @@ _CLASSES = (
 
 
 def _unpacked(data: bytes) -> PlayedRollout:
+    from ragen_pl.checkpoints.known_pickle import unpacked
+
     rollout: PlayedRollout = unpacked(data, _CLASSES)
     return rollout
 
@@ -108,30 +111,28 @@ class RolloutAhead:
     ) -> None:
         self.max_staleness, self._reward = max_staleness, reward
         self._numbers = (-1, -1)
-        # its type is the state
-        self._rollout: BackgroundRollout | PlayedRollout | BaseException | None = None
+        self._under_way: BackgroundRollout | None = None
+        # of one that has ended, at most one of both
+        self._played: PlayedRollout | None = None
+        self._error: BaseException | None = None
 
     @property
     def state(self) -> AheadState:
         """The present state. A thread that has ended is UNDER_WAY until `wait`."""
-        match self._rollout:
-            case None:
-                return AheadState.NONE
-            case BackgroundRollout():
-                return AheadState.UNDER_WAY
-            case PlayedRollout():
-                return AheadState.PLAYED
-            case _:
-                return AheadState.FAILED
+        if self._under_way is not None:
+            return AheadState.UNDER_WAY
+        if self._played is not None:
+            return AheadState.PLAYED
+        return AheadState.NONE if self._error is None else AheadState.FAILED
 
     def begin(self, iteration: int, rollout: BackgroundRollout, *, weights_of: int) -> None:
         """Take over a rollout that has begun; see `PlayedRollout`."""
         self._numbers = (iteration, weights_of)
-        self._rollout = rollout
+        self._under_way = rollout
 
     def wait(self) -> None:
         """Wait until no rollout is under way. `played` raises the error that has ended one."""
-        if not isinstance(rollout := self._rollout, BackgroundRollout):
+        if (rollout := self._under_way) is None:
             return
         trajectories: list[Trajectory] = []
         error: Exception | None = None
@@ -141,14 +142,14 @@ class RolloutAhead:
             # an exception of a signal handler passes, and the thread is stopped
             rollout.wait()
             error = raised
-        self._rollout = None
+        self._under_way = None
         errors = gather_over_ranks(None if error is None else sendable(error))
         if (first := next(filter(None, errors), None)) is not None:
-            self._rollout = error or first
+            self._error = error or first
             return
         self._reward(trajectories)
         iteration, weights_of = self._numbers
-        self._rollout = PlayedRollout(
+        self._played = PlayedRollout(
             iteration=iteration, weights_of=weights_of, trajectories=trajectories
         )
 
@@ -162,14 +163,14 @@ class RolloutAhead:
         Raises:
             RolloutError: It is for another iteration, or sampled with older weights than allowed.
         """
-        if isinstance(under_way := self._rollout, BackgroundRollout):
+        if (under_way := self._under_way) is not None:
             # a rank that ends the run here ends all: they meet once, however they fare
             all_ranks_do(lambda: under_way.wait(progress=progress))
         self.wait()
-        if isinstance(error := self._rollout, BaseException):
-            self._rollout = None
+        if (error := self._error) is not None:
+            self._error = None
             raise error
-        if not isinstance(played := self._rollout, PlayedRollout):
+        if (played := self._played) is None:
             return None
         if played.iteration != iteration or not 0 <= played.staleness <= self.max_staleness:
             raise RolloutError(
@@ -188,9 +189,9 @@ class RolloutAhead:
         Args:
             wait: See `BackgroundRollout.stop`.
         """
-        if isinstance(self._rollout, BackgroundRollout):
-            self._rollout.stop(wait=wait)
-        self._rollout = None
+        if self._under_way is not None:
+            self._under_way.stop(wait=wait)
+        self._under_way = self._played = self._error = None
 
     def state_dict(self) -> list[Tensor] | dict[str, Any] | None:
         """Wait for a rollout under way; return each rank's as the bytes of a pickle, None without one.
@@ -199,10 +200,12 @@ class RolloutAhead:
             RolloutError: It can't be pickled.
         """
         self.wait()
-        if not isinstance(self._rollout, PlayedRollout):
+        if self._played is None:
             return None
+        from ragen_pl.checkpoints.known_pickle import packed
+
         try:
-            data = packed(self._rollout)
+            data = packed(self._played)
             # what can't be read must not be written
             _unpacked(data)
         except (pickle.PickleError, TypeError, AttributeError) as error:
@@ -249,6 +252,6 @@ class RolloutAhead:
         own = [one for one in trajectories if one.game % world_size() == rank()]
         own.sort(key=lambda one: (one.game, one.member, one.seat))
         first = parts[0]
-        self._rollout = PlayedRollout(
+        self._played = PlayedRollout(
             iteration=first.iteration, weights_of=first.weights_of, trajectories=own
         )

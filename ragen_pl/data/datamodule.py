@@ -39,7 +39,6 @@ from ragen_pl.metrics.failures import FailureStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics, comparable
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rewards.shaping import RewardFunction, check_terms
-from ragen_pl.rollout.background import BackgroundRollout
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder, Responder
 from ragen_pl.trajectory import Trajectory
@@ -321,6 +320,8 @@ class RolloutDataModule(MinibatchDataModule):
             name = type(self._engine).__name__
             raise RolloutError(kept_ids_problem(name, truncation))
         if not self._is_last(iteration):
+            from ragen_pl.rollout.background import BackgroundRollout
+
             engine = module.async_rollout_engine(wait_for_rollout=self._ahead.wait)
             rollout = BackgroundRollout(
                 self.proxy,

@@ -16,8 +16,8 @@ from ragen_pl.base.error_text import error_text
 from ragen_pl.config.environments import is_mixture
 from ragen_pl.config.errors import ConfigError, in_one_line
 from ragen_pl.config.nodes import plain
+from ragen_pl.environments.classes import environment_maker
 from ragen_pl.environments.manager import CREATION_FACTOR, EnvironmentManager
-from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.workers import EnvironmentWorkers, TimeLimitExceeded
 
 T = TypeVar("T")
@@ -150,6 +150,8 @@ class EnvironmentCalls:
 
     def _kill(self) -> None:
         """Give up an environment that hangs; its process can be ended."""
+        from ragen_pl.environments.process import ProcessEnvironment
+
         env, self._made = self._made, None
         if isinstance(env, ProcessEnvironment):
             env.kill()

@@ -13,7 +13,7 @@ from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import plain
 from ragen_pl.config.settings import read_settings
 from ragen_pl.environments.calls import check_made
-from ragen_pl.environments.process import environment_maker
+from ragen_pl.environments.classes import environment_maker
 from ragen_pl.environments.serving import KEY, EnvironmentServer, ServerSettings
 
 # seconds for steps that are under way at the end

@@ -23,11 +23,10 @@ from ragen_pl.base.instances import instances
 from ragen_pl.base.prompt_formats import PromptFormat, format_instructions
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.environments.answers import AnswerReader, Step
+from ragen_pl.environments.classes import environment_maker
 from ragen_pl.environments.members import EnvironmentMembers
-from ragen_pl.environments.process import ProcessEnvironment, environment_maker
 from ragen_pl.environments.slot import EnvironmentSlot, EpisodeSpec, SlotReader, TurnResult
 from ragen_pl.environments.workers import EnvironmentWorkers, Outcome
-from ragen_pl.prompts.message_format import action_text
 from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.spatial_relations import judged_statements
 from ragen_pl.trajectory import EpisodeStatus, Observation
@@ -259,6 +258,8 @@ class EnvironmentManager:
         self._idle.clear()
 
     def _discard(self, slot: EnvironmentSlot) -> None:
+        from ragen_pl.environments.process import ProcessEnvironment
+
         self._usable[:] = [(env, worker) for env, worker in self._usable if env is not slot.env]
         if isinstance(slot.env, ProcessEnvironment):
             slot.env.kill()
@@ -363,6 +364,8 @@ class EnvironmentManager:
 
         The program judges the answer, and limits its turns itself.
         """
+        from ragen_pl.prompts.message_format import action_text
+
         result = TurnResult()
         (answer,) = response.actions
         self._act(slot, answer, result)

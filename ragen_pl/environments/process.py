@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
@@ -26,51 +26,13 @@ import numpy as np
 from ragen_pl.base.error_text import error_text, named_error
 from ragen_pl.base.instances import instances
 from ragen_pl.environments.causes import InfrastructureError, cause_of
-from ragen_pl.environments.classes import environment_class, is_gymnasium_id
+from ragen_pl.environments.classes import environment_maker
 from ragen_pl.trajectory import FailureCause
 
 _END_S = 5.0
 # what a call returned; an error has its cause instead
 _OK = "ok"
 _MIB = 1024 * 1024
-
-
-def environment_maker(
-    target: str, *, process: bool = False, memory_mb: int | None = None
-) -> Callable[..., gymnasium.Env[Any, Any]]:
-    """Return the constructor of an environment.
-
-    Args:
-        target: gymnasium id or class path.
-        process: Whether it makes the environment in a process of its own.
-        memory_mb: Memory that such a process may allocate in MiB; None for no limit.
-
-    Raises:
-        ValueError: There is no such environment.
-    """
-    made: Callable[..., gymnasium.Env[Any, Any]]
-    try:
-        if is_gymnasium_id(target):
-            made = partial(gymnasium.make, target, disable_env_checker=True)
-        else:
-            made = environment_class(target)
-    except Exception as error:
-        remedy = (
-            "give a gymnasium id or a class path such as 'ragen_pl.envs.frozen_lake.FrozenLake'"
-        )
-        if isinstance(error, ModuleNotFoundError) and f"{target}.".startswith(f"{error.name}."):
-            remedy += "; Python looks for modules in the current folder and on PYTHONPATH"
-        raise ValueError(
-            f"env.target={target}: names no environment ({error}); {remedy}"
-        ) from error
-    if process and target.rpartition(".")[0] == "__main__":
-        raise ValueError(
-            f"env.target={target}: another process cannot import it from a notebook or a script; put it into a module, "
-            "or set env.process=false"
-        )
-    if process:
-        return lambda **kwargs: ProcessEnvironment(target, kwargs, memory_mb=memory_mb)
-    return made
 
 
 class ProcessEnvironment(gymnasium.Env[Any, Any]):

@@ -47,8 +47,8 @@ from ragen_pl.base.seeding import derive_seed
 from ragen_pl.checkpoints.folder import time_stamped
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.hydra_errors import translated
+from ragen_pl.config.own_files import is_own, run_settings
 from ragen_pl.config.paths import config_dir
-from ragen_pl.config.trust import is_own, run_settings
 from ragen_pl.data.batch import CreditLayout, TrajectoryBatch
 from ragen_pl.data.collate import collate, usable
 from ragen_pl.data.microbatches import split_for_scoring

@@ -19,7 +19,7 @@ from ragen_pl.base.files import whole_folder
 from ragen_pl.base.finite import first_non_finite
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import plain
-from ragen_pl.config.trust import write_settings
+from ragen_pl.config.own_files import write_settings
 from ragen_pl.models.adapters import (
     base_is_changed,
     has_adapters,

@@ -29,10 +29,11 @@ from ragen_pl.config.environments import environment_configs, is_mixture
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.nodes import plain
+from ragen_pl.config.own_files import is_own, is_own_folder
 from ragen_pl.config.paths import config_dir, searched
 from ragen_pl.config.references import references_in, references_of_environment, with_references
 from ragen_pl.config.settings import keys_of
-from ragen_pl.config.trust import check_folder, check_settings, is_own, is_own_folder, replaced_by
+from ragen_pl.config.trust import check_folder, check_settings, replaced_by
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.rollout.settings import EpisodeSettings
 from ragen_pl.tracking.checkpoints import Checkpoint, find_checkpoint

@@ -31,7 +31,6 @@ from ragen_pl.engines.protocol import (
     check_asynchronous,
     is_shared,
 )
-from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics, worst_of
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
 from ragen_pl.models.dropout import has_dropout
@@ -117,7 +116,11 @@ class AgentModule(GuardedModule):
         self.truncation = truncation
         self.statistics = UpdateStatistics()
         self.preparation = PreparationStatistics()
-        self.importance = None if masks.importance is None else ImportanceStatistics()
+        self.importance: ImportanceStatistics | None = None
+        if masks.importance is not None:
+            from ragen_pl.metrics.importance import ImportanceStatistics
+
+            self.importance = ImportanceStatistics()
         self.validation_statistics: dict[str, RolloutStatistics] = {}
         self.engine_factory = engine
         self._engine: RolloutEngine | None = None

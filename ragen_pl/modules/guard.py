@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -26,18 +26,12 @@ from ragen_pl.base.seeding import random_state
 from ragen_pl.checkpoints.rank_states import save_rank_states
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.modules.empty_steps import LeavesEmptySteps
-from ragen_pl.modules.optimized import OptimizedModule
+from ragen_pl.modules.optimized import UPDATE, OptimizedModule
 from ragen_pl.modules.optimizers import module_name
-from ragen_pl.modules.recording import (
-    UPDATE,
-    Finding,
-    find,
-    minibatches_of_step,
-    present_step,
-    record,
-    repeat,
-)
 from ragen_pl.modules.separate_gradients import SeparateGradients
+
+if TYPE_CHECKING:
+    from ragen_pl.modules.recording import Finding
 
 FOLDER = "bad_batch"
 """Folder in the run's one for the step that ended it."""
@@ -249,6 +243,14 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
 
     def _end_run(self, too_many: str) -> None:
         """Repeat and record the present step on all ranks, and raise."""
+        from ragen_pl.modules.recording import (
+            find,
+            minibatches_of_step,
+            present_step,
+            record,
+            repeat,
+        )
+
         numbers = minibatches_of_step(self, max(self._random, default=0))
         step = present_step(self, numbers, random=self._random)
         finding, file = None, None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from ragen_pl.base.constraints import PositiveFraction
 from ragen_pl.base.distributed import sum_over_ranks
 from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
-from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.trajectory import SAMPLED_SPANS, Span
+
+if TYPE_CHECKING:
+    from ragen_pl.metrics.importance import ImportanceStatistics
 
 Mask = Callable[[Tensor, Tensor], Tensor]
 """(spans, turn index), both `[episodes, tokens]` → bool or, for M_loss, a weight `[episodes, tokens]`."""

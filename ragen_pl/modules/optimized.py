@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ragen_pl.base.distributed import rank
 from ragen_pl.base.former_names import current
+from ragen_pl.base.settings_files import SETTINGS, newest_settings
+from ragen_pl.data.batch import Minibatch
 from ragen_pl.modules.critic import CriticModule
+from ragen_pl.modules.frozen import SavesTrainedWeights
 from ragen_pl.modules.optimizers import (
     HIDDEN,
     KERNELS,
@@ -32,10 +36,12 @@ from ragen_pl.modules.optimizers import (
     trained_groups,
 )
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.modules.recording import Recordable
 from ragen_pl.modules.settings import OptimizationSettings
 
 log = logging.getLogger(__name__)
+
+UPDATE = "update"
+"""Phase of the updates of an agent."""
 
 RECORD = "optimization"
 """Entry of a checkpoint: the optimizer that the config asked for."""
@@ -45,10 +51,13 @@ Record = dict[str, Any]
 _OTHER = ("params", "name", HIDDEN, "initial_lr", *KERNELS)
 
 
-class OptimizedModule(Recordable):
+class OptimizedModule(SavesTrainedWeights):
     """A training module with one optimizer and a `LambdaLR`, whose settings follow the config at a resume.
 
+    Its steps can be recorded and repeated (`ragen_pl.modules.recording`).
+
     Attributes:
+        phase: Name of what is trained.
         policy: Policy, the group `policy`.
         critic: Critic, the group `critic`; None for none.
         optimizer_factory: Builds the optimizer.
@@ -63,11 +72,20 @@ class OptimizedModule(Recordable):
     optimization: OptimizationSettings
     critic_learning_rate: float | None
     optimizer_key: ClassVar[str] = "optimizer"
+    phase: ClassVar[str] = UPDATE
 
     def __init__(self) -> None:
         super().__init__()
         self._saved_record: Record | None = None
         self._resumed = False
+
+    def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a minibatch, as `training_step` does, and its parts by name."""
+        raise NotImplementedError
+
+    def present_settings(self) -> str:
+        """Return the name of the file with the run's present settings."""
+        return newest_settings(Path(self.trainer.default_root_dir)).name
 
     def build_optimizer(self) -> Optimizer:
         """Return a new optimizer with the groups `policy` and `critic`."""
@@ -113,8 +131,9 @@ class OptimizedModule(Recordable):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save what the config asks of the optimizer."""
+        """Save what the config asks of the optimizer, and the name of the file with the run's present settings."""
         super().on_save_checkpoint(checkpoint)
+        checkpoint[SETTINGS] = self.present_settings()
         checkpoint[RECORD] = self.record() | {"schedule": self.schedule_settings()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

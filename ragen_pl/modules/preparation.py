@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from ragen_pl.base.finite import class_path, require_finite
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
 from ragen_pl.data.microbatches import split_for_scoring, with_equal_count
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.metrics.importance import ImportanceStatistics
 from ragen_pl.metrics.update import TURNS, PreparationStatistics
 from ragen_pl.models.distribution import TopLogprobs
 from ragen_pl.models.truncation import KeptIds
@@ -34,6 +34,9 @@ from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.sharding import gradients_inside
 from ragen_pl.trajectory import Role, Span
+
+if TYPE_CHECKING:
+    from ragen_pl.metrics.importance import ImportanceStatistics
 
 # of a rank, in the host's memory and in a checkpoint inside an update
 KEPT_GIB = 4.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,39 +17,21 @@ from torch import Tensor
 from ragen_pl.base.distributed import on_first_rank, rank, world_size
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.seeding import restore_random_state
-from ragen_pl.base.settings_files import SETTINGS, newest_settings
-from ragen_pl.data.batch import Minibatch
+from ragen_pl.base.settings_files import SETTINGS
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.recorded_step import RecordedStep
-from ragen_pl.modules.frozen import FINGERPRINTS, SavesTrainedWeights, without_frozen
+from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
+from ragen_pl.modules.optimized import UPDATE, OptimizedModule
 
 if TYPE_CHECKING:
     from ragen_pl.modules.tracing import StepTrace
 
 log = logging.getLogger(__name__)
-UPDATE = "update"
-"""Phase of the updates of an agent."""
 
 RandomStates = Mapping[int, Mapping[str, Tensor]]
 """States of torch's generators, by the number of the minibatch that they are of."""
 
 _PACKAGES = ("ragen_pl", "torch", "lightning", "transformers")
-
-
-class Recordable(SavesTrainedWeights):
-    """Training module whose steps can be recorded and repeated."""
-
-    phase: ClassVar[str] = UPDATE
-    """Name of what is trained."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the name of the file with the run's present settings."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint[SETTINGS] = _settings_of(self)
-
-    def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a minibatch, as `training_step` does, and its parts by name."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +54,7 @@ def minibatches_of_step(module: LightningModule, batch_idx: int) -> range:
 
 
 def present_step(
-    module: Recordable, numbers: Sequence[int], *, random: RandomStates
+    module: OptimizedModule, numbers: Sequence[int], *, random: RandomStates
 ) -> RecordedStep | None:
     """Return the optimizer step that a module is in; None where its loader does not give a minibatch again.
 
@@ -101,7 +83,7 @@ def present_step(
     )
 
 
-def repeat(module: Recordable, step: RecordedStep) -> list[StepTrace]:
+def repeat(module: OptimizedModule, step: RecordedStep) -> list[StepTrace]:
     """Repeat the forward and backward passes of a step, without the optimizer. All ranks must call it.
 
     Args:
@@ -132,7 +114,7 @@ def find(traces: Sequence[StepTrace]) -> Finding | None:
     return next((Finding(n, place) for n, place in enumerate(places) if place is not None), None)
 
 
-def record(module: Recordable, step: RecordedStep, folder: Path) -> Path | None:
+def record(module: OptimizedModule, step: RecordedStep, folder: Path) -> Path | None:
     """Write a step, each rank its own file, and the weights before it. All ranks must call it.
 
     Args:
@@ -151,7 +133,7 @@ def record(module: Recordable, step: RecordedStep, folder: Path) -> Path | None:
             saved = {
                 "module": without_frozen(module, state),
                 FINGERPRINTS: module.fingerprints,
-                SETTINGS: _settings_of(module),
+                SETTINGS: module.present_settings(),
             }
             with atomic_write(folder / step.weights) as partial:
                 torch.save(saved, partial)
@@ -160,10 +142,6 @@ def record(module: Recordable, step: RecordedStep, folder: Path) -> Path | None:
         log.warning("%s cannot be written: %s", file, error)
         return None
     return file
-
-
-def _settings_of(module: Recordable) -> str:
-    return newest_settings(Path(module.trainer.default_root_dir)).name
 
 
 def _versions() -> dict[str, str]:

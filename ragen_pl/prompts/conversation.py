@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from ragen_pl.engines.protocol import Prompt
-from ragen_pl.prompts.message_format import ApiFormat
 from ragen_pl.trajectory import ChatRequest, Observation
 
 if TYPE_CHECKING:
@@ -247,7 +246,7 @@ class TextContext:
 
     def start(self, instructions: str, *, tools: Tools | None = None) -> Conversation:
         """Open a conversation."""
-        native = None if tools is None else ApiFormat(tools)
+        native = None if tools is None else _api_format(tools)
         return Conversation(system=instructions, native=native)
 
     def observe(
@@ -261,7 +260,7 @@ class TextContext:
         self, conversation: Conversation, request: ChatRequest, images: Sequence[np.ndarray]
     ) -> Prompt:
         """Add a program's request and return a prompt of its images."""
-        conversation.native = ApiFormat(request.tools)
+        conversation.native = _api_format(request.tools)
         conversation.exchanges.append(Exchange(text="", images=[*images]))
         return self.prompt(conversation)
 
@@ -285,3 +284,9 @@ class TextContext:
     def pieces(self, ids: np.ndarray) -> list[str]:
         """Return the characters, and an empty text for the end-of-turn token."""
         return [chr(character) if character else "" for character in ids.tolist()]
+
+
+def _api_format(tools: Tools) -> MessageFormat:
+    from ragen_pl.prompts.message_format import ApiFormat
+
+    return ApiFormat(tools)

@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,7 +22,6 @@ from ragen_pl.checkpoints.folder import Run, is_launched, outside_processes
 from ragen_pl.config.ending import Ending, ending_of
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.ranks.rank_limits import Change
 
 # a run with one rank loads nothing of the others
 if TYPE_CHECKING:
@@ -142,21 +141,20 @@ def set_remedy(remedy: Callable[[], str]) -> None:
     _Process.remedy = remedy
 
 
-def agree(trainer: DictConfig, run: Run, *, config: Mapping[str, str]) -> None:
+def agree(cfg: DictConfig, run: Run) -> None:
     """Check that all ranks are of one run, before a model is loaded. Each that was started from outside must call it.
 
     Ranks that another one has launched have its folder and its command.
 
     Args:
-        trainer: Node `trainer` of the config, with devices and limits.
+        cfg: The run's config.
         run: The run as this rank has found it; its folder exists on the first rank.
-        config: Digest of each value of the config by its key.
 
     Raises:
         RankFailedError: They differ, or a rank is missing. The first process of each machine prints it in one line.
         ConfigError: The first rank is missing.
     """
-    watch, outside, devices = join(), outside_processes(), trainer.devices
+    watch, outside, devices = join(), outside_processes(), cfg.trainer.devices
     given = devices * _Process.nodes if isinstance(devices, int) and devices > 0 else None
     members, step = (outside, 1) if outside > 1 else (_Process.nodes, _Process.devices)
     # where the launcher and the config do not fit together, Lightning says it
@@ -164,16 +162,17 @@ def agree(trainer: DictConfig, run: Run, *, config: Mapping[str, str]) -> None:
     if watch is None or members < 2 or unfit:
         return
     from ragen_pl.ranks.rank_agreement import agree_with_others
+    from ragen_pl.ranks.same_run import config_digests
 
     port = agree_with_others(
         watch,
-        config,
+        config_digests(cfg),
         run,
         members=members,
         step=step,
         store=_store_of_this_start,
-        limit_s=trainer.timeout_s,
-        folder_s=trainer.shared_folder_s,
+        limit_s=cfg.trainer.timeout_s,
+        folder_s=cfg.trainer.shared_folder_s,
     )
     if port is not None:
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -205,6 +204,8 @@ def enter_phase(label: str, *, count: int, limit_s: float, stall_s: float) -> No
         stall_s: Seconds after these in which something else has to happen.
     """
     if (watch := _Process.watch) is not None:
+        from ragen_pl.ranks.rank_limits import Change
+
         _Process.changes += 1
         watch.send({"change": asdict(Change(_Process.changes, label, limit_s, count))})
         watch.stall.move(label, limit_s + stall_s)

@@ -5,11 +5,8 @@ token file of the first rank -> seen by each rank? -> facts of all ranks, compar
 
 from __future__ import annotations
 
-import hashlib
-import pickletools
 import secrets
 import time
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -17,17 +14,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 import ragen_pl
 from ragen_pl.checkpoints.folder import Run
+from ragen_pl.checkpoints.starts import beginning_of, digest
 from ragen_pl.config.nodes import leaves
 
 _PACKAGES = ("torch", "lightning", "transformers")
 # seconds between two looks for the token file
 _LOOK_S = 0.2
-# characters of a value's digest, and keys that a line names
-_DIGEST, _NAMED = 10, 3
+# keys that a line names
+_NAMED = 3
 _TOKEN = "start_{}.token"
 
 
@@ -89,34 +87,7 @@ def token_file(folder: Path) -> Iterator[str]:
 
 def config_digests(cfg: DictConfig) -> dict[str, str]:
     """Return the digest of each value of a config by its key."""
-    return {
-        key: hashlib.sha256(str(value).encode()).hexdigest()[:_DIGEST] for key, value in leaves(cfg)
-    }
-
-
-def beginning_of(run: Run) -> str:
-    """Return the place that a run continues from in words."""
-    if run.checkpoint is not None:
-        steps, size = steps_of(run.checkpoint), run.checkpoint.stat().st_size
-        return f"step {steps} ({run.checkpoint.name}, {size} bytes)"
-    if run.has_initial_weights:
-        return "the end of the warm start"
-    if run.resumed and run.warm_start_checkpoint.exists():
-        return f"step {steps_of(run.warm_start_checkpoint)} of the warm start"
-    return "its beginning"
-
-
-def steps_of(checkpoint: Path) -> int | None:
-    """Return the number of optimizer steps in a checkpoint, None where it has none. Nothing of it is executed."""
-    with suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(checkpoint) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-        with archive.open(name) as stream:
-            is_next = False
-            for opcode, argument, _ in pickletools.genops(stream):
-                if is_next and isinstance(argument, int) and not opcode.name.endswith("PUT"):
-                    return argument
-                is_next = is_next or argument == "global_step"
-    return None
+    return {key: digest(str(value)) for key, value in leaves(cfg)}
 
 
 def differences(facts: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> str | None:
@@ -185,8 +156,3 @@ def _versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def config_digest(cfg: DictConfig) -> str:
-    """Return the digest of a whole config."""
-    return hashlib.sha256(OmegaConf.to_yaml(cfg, resolve=True).encode()).hexdigest()[:_DIGEST]

@@ -35,19 +35,15 @@ from ragen_pl.base.phases import wide_console
 from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.checkpoints.folder import Run, run_of
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.config.trust import (
-    check_folder,
-    check_settings,
-    is_own,
-    is_own_folder,
-    run_settings,
-)
+from ragen_pl.config.own_files import is_own, is_own_folder, run_settings
+from ragen_pl.config.trust import check_folder, check_settings
 from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.engines.protocol import EnginePolicy
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.frozen import FINGERPRINTS, Fingerprint, fingerprints, with_frozen
+from ragen_pl.modules.optimized import UPDATE, OptimizedModule
 from ragen_pl.modules.policy import PolicyModule
-from ragen_pl.modules.recording import UPDATE, Finding, Recordable, find, repeat
+from ragen_pl.modules.recording import Finding, find, repeat
 from ragen_pl.modules.tracing import StepTrace
 from ragen_pl.run.train import quieten
 from ragen_pl.run.trainer import build_trainer
@@ -191,7 +187,7 @@ def build_module(
     dtype: str | None,
     device: torch.device,
     trusted: bool = False,
-) -> Recordable:
+) -> OptimizedModule:
     """Build the training module of a run and load its weights.
 
     Args:
@@ -206,7 +202,7 @@ def build_module(
         bundle = build(settings)
         critic = build_critic(settings, bundle, build=partial(build, key="critic.build"))
         models = Models(build_policy(bundle, settings["update"]), critic)
-    module: Recordable
+    module: OptimizedModule
     if recorded.step.phase == UPDATE:
         run = Run(recorded.run)
         if run.warm_start.exists():

@@ -61,14 +61,14 @@ from ragen_pl.checkpoints.folder import (
 from ragen_pl.checkpoints.lock import hold
 from ragen_pl.checkpoints.rank_states import RankStatesError
 from ragen_pl.checkpoints.sharded_checkpoint import remove_leftovers, write_tensors
-from ragen_pl.checkpoints.starts import counted_start, is_refusal
+from ragen_pl.checkpoints.starts import beginning_of, config_digest, counted_start, is_refusal
 from ragen_pl.config.ending import PLAIN
 from ragen_pl.config.environments import environment_configs
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.nodes import plain
+from ragen_pl.config.own_files import is_own_folder
 from ragen_pl.config.settings import read_settings
 from ragen_pl.config.start_settings import keep_settings
-from ragen_pl.config.trust import check_folder, is_own_folder
 from ragen_pl.data.settings import WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
@@ -80,7 +80,6 @@ from ragen_pl.modules.frozen import FINGERPRINTS, without_frozen
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.modules.sharding import is_sharded
 from ragen_pl.ranks import ranks
-from ragen_pl.ranks.same_run import beginning_of, config_digest, config_digests
 from ragen_pl.run.baselines import baseline_metrics, warn_of_garbage
 from ragen_pl.run.checks import check_space
 from ragen_pl.run.ending import end_of_non_finite, how_to_go_on, report_stop
@@ -143,7 +142,7 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
     with opened, shared, errors_with_remedy(cfg, run):
         quieten()
         if not launched:
-            ranks.agree(cfg.trainer, run, config=config_digests(cfg))
+            ranks.agree(cfg, run)
         check_start(cfg)
         if first and checkpoint_bytes is not None:
             kept = kept_checkpoints(build_named(cfg.callbacks))
@@ -219,6 +218,8 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
     config = run.folder / "config.yaml"
     is_run = run.resumed or os.path.lexists(config)
     if is_run and not (cfg.trust or is_own_folder(config)):
+        from ragen_pl.config.trust import check_folder
+
         check_folder(run.folder, key=f"paths.run_dir={run.folder}")
         if cfg.logger and not cfg.logger.get("uri"):
             check_address(run.folder, cfg.paths.root)

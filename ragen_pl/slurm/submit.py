@@ -23,7 +23,7 @@ from ragen_pl.config.ending import or_exit
 from ragen_pl.config.errors import config_errors
 from ragen_pl.config.main import options_first, parsed
 from ragen_pl.config.nodes import plain
-from ragen_pl.config.trust import write_settings
+from ragen_pl.config.own_files import write_settings
 from ragen_pl.slurm.job_file import SlurmSettings, job_file
 
 JOB_FILE = "job.sbatch"

@@ -17,7 +17,7 @@ from ragen_pl.base.settings_files import SETTINGS, settings_of_weights
 from ragen_pl.checkpoints.checkpoint_check import text_in
 from ragen_pl.checkpoints.folder import Run, last_whole, run_of, time_of
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.config.trust import is_own, run_settings
+from ragen_pl.config.own_files import is_own, run_settings
 from ragen_pl.tracking.mlflow_run import RUN_DIR, RUN_FILE, check_reachable, known_run, tracking_uri
 
 log = logging.getLogger(__name__)

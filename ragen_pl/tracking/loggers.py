@@ -27,7 +27,7 @@ from ragen_pl.base.files import disk_errors_of
 from ragen_pl.base.settings_files import newest_settings
 from ragen_pl.checkpoints.lock import hold
 from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.config.trust import check_folder, is_own_folder
+from ragen_pl.config.own_files import is_own_folder
 from ragen_pl.metrics.record import MetricsRecord, Point, RecordReader, entries
 from ragen_pl.tracking.mlflow_calls import FOLDER, LazyClient, RunCalls, last_position
 from ragen_pl.tracking.mlflow_process import process_of_run
@@ -363,6 +363,8 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
         ConfigError: It cannot be sent, the run is under way, is not in MLflow, or may be somebody else's.
     """
     if not (trusted or is_own_folder(newest_settings(folder))):
+        from ragen_pl.config.trust import check_folder
+
         check_folder(folder, key=f"run={folder}")
     known = known_run(folder)
     # a run's folder is in <root>/<environment>

@@ -16,7 +16,7 @@ from ragen_pl.base.files import atomic_write
 from ragen_pl.base.foreign_files import is_inside, json_object
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import leaves
-from ragen_pl.config.trust import is_signed, signed
+from ragen_pl.config.own_files import is_signed, signed
 
 RUN_FILE = "mlflow_run.json"
 """File in a run's folder with the id of its MLflow run."""

@@ -15,8 +15,8 @@ import visual_envs  # noqa: F401
 from envs.adapters.openenv import OpenEnv
 from envs.policies import RandomPolicy
 from ragen_pl.environments.answers import AnswerReader
+from ragen_pl.environments.classes import environment_maker
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
-from ragen_pl.environments.process import environment_maker
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder

@@ -20,8 +20,8 @@ from support.servers.faulty_servers import LAKE
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
 from envs.adapters.openenv import OpenEnv
+from ragen_pl.environments.classes import environment_maker
 from ragen_pl.environments.hosted import HostedEnvironment
-from ragen_pl.environments.process import environment_maker
 
 
 def test_another_answer_ends_replays(serve: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from ragen_pl.config import trust
+from ragen_pl.config import own_files
 from ragen_pl.evaluation.mlflow_log import tracked_run
 
 pytestmark = [
@@ -177,13 +177,13 @@ def test_own_code_needs_no_word_where_this_account_named_it(run, command, monkey
     settings.env.target = "my_player.Env"
     settings.validation.baselines = {"mine": {"_target_": "my_player.Player"}}
     text = OmegaConf.to_yaml(settings)
-    trust.write_settings(file, text)
+    own_files.write_settings(file, text)
     evaluate = ("evaluate", f"ckpt={run}", *EVALUATE, "to=out")
     assert command(*evaluate).code == 0
     # changed by hand, or of another account: then the command line says it again
     file.write_text(file.read_text().replace("seed: 0", "seed: 1"))
     assert "my_player" in command(*evaluate).refused()
-    trust.write_settings(file, text)
+    own_files.write_settings(file, text)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
     assert "env.target=my_player.Env" in command(*evaluate).refused()
     named = ["env.target=my_player.Env", "validation.baselines.mine._target_=my_player.Player"]
@@ -195,15 +195,15 @@ def test_own_code_needs_no_word_where_this_account_named_it(run, command, monkey
 
 def test_an_account_without_a_key_signs_nothing(tmp_path, monkeypatch):
     file = tmp_path / "config.yaml"
-    trust.write_settings(file, "a: 1\n")
-    assert trust.is_own(file) and OmegaConf.load(file) == {"a": 1}
+    own_files.write_settings(file, "a: 1\n")
+    assert own_files.is_own(file) and OmegaConf.load(file) == {"a": 1}
     file.write_text(file.read_text() + "b: 2\n")
-    assert not trust.is_own(file)
-    assert trust.key_file().stat().st_mode & 0o077 == 0
+    assert not own_files.is_own(file)
+    assert own_files.key_file().stat().st_mode & 0o077 == 0
     (tmp_path / "blocked").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "blocked"))
-    trust.write_settings(file, "a: 1\n")
-    assert file.read_text() == "a: 1\n" and not trust.is_own(file)
+    own_files.write_settings(file, "a: 1\n")
+    assert file.read_text() == "a: 1\n" and not own_files.is_own(file)
 
 
 def test_evaluations_are_not_logged_where_somebody_elses_run_says(foreign, command):

@@ -19,9 +19,9 @@ from support.runs.composing import composed, evaluation_config, resolved
 
 from ragen_pl.assembly.build import episode_settings
 from ragen_pl.config import ConfigError
+from ragen_pl.config.own_files import write_settings
 from ragen_pl.config.settings import keys_of
 from ragen_pl.config.settings import read_settings as read_node
-from ragen_pl.config.trust import write_settings
 from ragen_pl.evaluation.checks import check_evaluation, check_export
 from ragen_pl.evaluation.sampling import SamplingSettings
 from ragen_pl.evaluation.settings import resolve_settings

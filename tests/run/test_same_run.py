@@ -12,13 +12,13 @@ import torch
 from omegaconf import OmegaConf
 
 from ragen_pl.checkpoints.folder import Run
-from ragen_pl.checkpoints.starts import counted_start
+from ragen_pl.checkpoints.starts import beginning_of, counted_start, steps_of
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.ranks import same_run
 from ragen_pl.ranks.rank_agreement import agree_with_others
 from ragen_pl.ranks.rank_watch import RankFailedError
-from ragen_pl.ranks.same_run import RankFacts, beginning_of, config_digests, differences, steps_of
+from ragen_pl.ranks.same_run import RankFacts, config_digests, differences
 
 HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n5"}
 

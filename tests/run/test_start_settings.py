@@ -12,8 +12,8 @@ from support.runs.composing import composed, evaluation_config
 from ragen_pl.base.settings_files import newest_settings
 from ragen_pl.checkpoints.folder import Run
 from ragen_pl.config import ConfigError
+from ragen_pl.config.own_files import is_own
 from ragen_pl.config.start_settings import keep_settings
-from ragen_pl.config.trust import is_own
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.run.train import open_run
 from ragen_pl.tracking.checkpoints import Checkpoint

@@ -12,7 +12,7 @@ import pytest
 from support.runs.composing import composed
 
 from ragen_pl.config import config_dir
-from ragen_pl.config.trust import is_own
+from ragen_pl.config.own_files import is_own
 from ragen_pl.slurm import submit as command
 from ragen_pl.slurm.job_file import SlurmSettings, job_file
 

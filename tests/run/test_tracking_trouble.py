@@ -20,7 +20,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from ragen_pl.config import ConfigError
-from ragen_pl.config.trust import write_settings
+from ragen_pl.config.own_files import write_settings
 from ragen_pl.tracking import loggers
 from ragen_pl.tracking.loggers import RunLogger, send_unsent
 from ragen_pl.tracking.mlflow_calls import RunCalls

@@ -17,7 +17,7 @@ from aiohttp import web
 from ragen_pl.agent_programs.serving.server import AgentServer
 from ragen_pl.agent_programs.serving.session import Session
 from ragen_pl.base.records import write_records
-from ragen_pl.environments.process import environment_maker
+from ragen_pl.environments.classes import environment_maker
 from ragen_pl.environments.serving import EnvironmentServer, ServerSettings
 from ragen_pl.viewing.watch import RunWatch
 

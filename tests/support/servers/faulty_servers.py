@@ -17,7 +17,7 @@ from aiohttp import web
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
-from ragen_pl.environments.process import environment_maker
+from ragen_pl.environments.classes import environment_maker
 from ragen_pl.environments.serving import EnvironmentServer, ServerSettings
 
 LAKE = "envs:ragen/FrozenLake-v0"
