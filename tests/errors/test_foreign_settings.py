@@ -19,13 +19,13 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 from support.runs.composing import composed, resolved
+from support.runs.recorded import recorded
 
 from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.checkpoints.folder import Run
 from ragen_pl.config import ConfigError, config_dir, trust
 from ragen_pl.config.check import class_path
 from ragen_pl.config.signatures import declared_trust, read_signature
-from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.evaluation.mlflow_log import log_evaluation
 from ragen_pl.metrics.record import MetricsRecord
 from ragen_pl.replaying.step import read_settings
@@ -137,19 +137,6 @@ def make_run(folder: Path, **changes: Any) -> Path:
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(settings))
     torch.save({"state_dict": {}}, folder / "checkpoints" / "last.ckpt")
     return folder
-
-
-def recorded(run: Path) -> str:
-    """Write a recorded step into a run, and return what `replay` is given."""
-    file = run / "batches" / "0001_00001_0.pt"
-    file.parent.mkdir(exist_ok=True)
-    step = RecordedStep(
-        phase="update", iteration=1, step=1, rank=0, ranks=1, minibatches=[], random=[], suspect=None,
-        weights="weights.pt", versions={},
-    )  # fmt: skip
-    step.write(file)
-    torch.save({"module": {}, "settings": "config.yaml"}, file.with_name("weights.pt"))
-    return f"batch={file}"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support.runs.composing import composed, evaluation_config
+from support.runs.recorded import empty_step
 
 from ragen_pl.assembly.build import build_bundle, build_context
 from ragen_pl.assembly.weights import load_bundle, read_checkpoint
@@ -26,7 +27,6 @@ from ragen_pl.base.tensor_files import load_plain
 from ragen_pl.checkpoints.checkpoint_check import problem_of
 from ragen_pl.checkpoints.sharded_checkpoint import folder_for, read_shards, save_shards
 from ragen_pl.config import ConfigError
-from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.replaying.step import Recorded, build_module
 
@@ -352,11 +352,7 @@ def test_a_repeated_step_makes_no_larger_critic_than_its_weights(their_run, tmp_
     cfg = OmegaConf.load(folder / "config.yaml")
     cfg.critic.build = size
     weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    step = RecordedStep(
-        phase="update", iteration=1, step=1, rank=0, ranks=1, minibatches=[], random=[], suspect=None,
-        weights="weights.pt", versions={},
-    )  # fmt: skip
-    recorded = Recorded(step, weights, {}, folder, folder / "config.yaml")
+    recorded = Recorded(empty_step(), weights, {}, folder, folder / "config.yaml")
     with pytest.raises(
         ConfigError, match=r"critic\.build\.text\.vocab_size=1000000000000.* trust=true"
     ):
