@@ -27,6 +27,7 @@ from ragen_pl.base.tensor_files import load_plain
 from ragen_pl.checkpoints.checkpoint_check import problem_of
 from ragen_pl.checkpoints.sharded_checkpoint import folder_for, read_shards, save_shards
 from ragen_pl.config import ConfigError
+from ragen_pl.data.recorded_step import RecordedStep
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.replaying.step import Recorded, build_module
 
