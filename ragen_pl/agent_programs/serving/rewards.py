@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from reprlib import repr as shortened
 
+from ragen_pl.base.typed_json import typed_or_none
 from ragen_pl.trajectory import MAX_REWARD
 
 # parts of a reward, and their names, which become names of metrics (MLflow takes these characters)
@@ -57,11 +56,8 @@ def reward_parts(reward: object, place: str) -> dict[str, float]:
             raise ValueError(
                 f"{place} has a part named {part!r:.120}, expected 1 to 100 letters, digits, spaces and _ . - : /"
             )
-        amount = math.nan
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            with suppress(OverflowError):
-                amount = float(value)
-        if not abs(amount) < MAX_REWARD:
+        amount = typed_or_none(float, value)
+        if amount is None or not abs(amount) < MAX_REWARD:
             raise ValueError(
                 f"{place} has {part}={shortened(value)}, expected a finite number below {MAX_REWARD:g}"
             )

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from ragen_pl.agent_programs.serving.address import LOOPBACK, listening_socket
 from ragen_pl.agent_programs.serving.chat_request import ClientRequest, read_json, read_truth
-from ragen_pl.agent_programs.serving.errors import RequestError
+from ragen_pl.agent_programs.serving.errors import RequestError, read_as
 from ragen_pl.agent_programs.serving.protocol import CHAT, Protocol
 from ragen_pl.agent_programs.serving.reading import (
     MAX_BODY,
@@ -38,6 +39,11 @@ PROTOCOLS: Mapping[str, Protocol] = {"/chat/completions": CHAT, "/responses": RE
 _Read: TypeAlias = tuple[dict[str, Any], ClientRequest]
 _BACKLOG = 1024
 _MAX_PAST = 10_000
+
+
+class _Reward(TypedDict):
+    id: str
+    reward: Any
 
 
 class AgentServer:
@@ -337,13 +343,12 @@ class AgentServer:
             raise ended_error()
         data = await read_body(request, timeout_s=self._body_s)
         body = read_json(data) if is_small(data) else await asyncio.to_thread(read_json, data)
-        if not isinstance(body.get("id"), str) or "reward" not in body:
-            raise RequestError(400, 'expected {"id": id of a response, "reward": number}')
+        _, given = read_as(_Reward, body)
         try:
-            session.rewards.give(body["id"], body["reward"])
+            session.rewards.give(given["id"], given["reward"])
         except ValueError as error:
             raise RequestError(400, str(error), code="invalid_reward") from error
-        return web.json_response({"id": body["id"]})
+        return web.json_response({"id": given["id"]})
 
     async def _unknown(self, request: web.Request) -> web.Response:
         paths = ", ".join(f"POST /v1{path}" for path in PROTOCOLS)
