@@ -166,7 +166,10 @@ class LibraryGame:
     def __init__(
         self, *, game: str, version: str, settings: Mapping[str, Any] | None, players: int
     ) -> None:
-        self.library = optional_import("textarena", extra="textarena")
+        self._players, self._generators = players, _generators()
+        # its import draws too
+        with self._drawing():
+            self.library = optional_import("textarena", extra="textarena")
         known = self.library.envs.registration.ENV_REGISTRY
         name = f"{game}-v0{version}"
         if f"{name}-raw" not in known:
@@ -176,7 +179,6 @@ class LibraryGame:
             )
         wrappers = known[name].default_wrappers or ()
         self._in_brackets = self.library.wrappers.ActionFormattingWrapper in wrappers
-        self._players, self._generators = players, _generators()
         try:
             with self._drawing():
                 self.game = self.library.make(f"{name}-raw", **dict(settings or {}))
@@ -503,13 +505,13 @@ class TextArenaTwoPlayer(TwoPlayerGame):
             return self._running.outcome()
         # those of the seat that waits are still in the library's state
         messages = [*self._news[seat], *self._running.state.observations[seat]]
-        boards = [one for one in messages if one[2] is self._kinds.GAME_BOARD]
-        shown = [
-            _plain(text) if sender != 1 - seat else f"{self.seat_names[sender]}: {_plain(text)}"
-            for sender, text, kind in messages
-            if (kind is not self._kinds.GAME_BOARD or (sender, text, kind) is boards[-1])
-            and not (kind is self._kinds.PLAYER_ACTION and sender == seat)
-        ]
+        boards = [n for n, (_, _, kind) in enumerate(messages) if kind is self._kinds.GAME_BOARD]
+        shown = []
+        for number, (sender, text, kind) in enumerate(messages):
+            is_own = kind is self._kinds.PLAYER_ACTION and sender == seat
+            if not is_own and number not in boards[:-1]:
+                name = f"{self.seat_names[sender]}: " if sender == 1 - seat else ""
+                shown.append(f"{name}{_plain(text)}")
         return "\n".join(shown) or "your turn"
 
     def state_key(self) -> str:
