@@ -128,14 +128,14 @@ def test_random_games_of_two_end_by_the_rules_and_repeat_beside_the_global_gener
     game: str, begins: int, outcomes: set[tuple[float, float]]
 ) -> None:
     random.seed(5)
-    np.random.seed(5)  # noqa: NPY002
-    expected = (random.Random(5).random(), np.random.RandomState(5).rand())  # noqa: NPY002
+    np.random.seed(5)
+    expected = (random.Random(5).random(), np.random.RandomState(5).rand())
     env, other = (TextArenaTwoPlayer(game=game) for _ in range(2))
     played = random_games(env, games=40)
     assert {rewards for _, rewards in played} == outcomes
     assert {seen[0][0] for seen, _ in played} == {begins}
     assert random_games(other, games=40) == played
-    assert (random.random(), np.random.rand()) == expected  # noqa: NPY002
+    assert (random.random(), np.random.rand()) == expected
 
 
 def test_a_seat_sees_the_rules_once_then_the_news_and_the_latest_board() -> None:
