@@ -27,7 +27,7 @@ CONF = Path(__file__).parents[2] / "conf" / "env"
 NEED_A_TARGET = {"custom", "openenv", "program", "mixture"}
 HEAVY = {
     "arithmetic", "countdown", "metaworld", "mini_sudoku", "miniwob", "miniworld", "reasoning_gym",
-    "textarena", "textworld", "word_problem",
+    "textarena", "textarena_two_player", "textworld", "word_problem",
 }  # fmt: skip
 NAMES = sorted({path.stem for path in CONF.glob("*.yaml")} - NEED_A_TARGET)
 # environments that take 10 ms or more for an answer, and how many times fewer they get

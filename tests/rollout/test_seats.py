@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from support.episodes.rollout_fixtures import TextEngine
 from support.episodes.small_lakes import Module
+from support.models.tiny_models import TEXT
 
 from envs.kuhn_poker import KuhnPoker
 from envs.policies import OptimalPolicy, RandomPolicy
@@ -20,11 +24,16 @@ from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.failures import seats_without_turn, usable_episodes
-from ragen_pl.data.settings import IterationSettings
+from ragen_pl.data.settings import IterationSettings, UpdateSettings
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.loops.rollout_update import RolloutUpdate
+from ragen_pl.models.build import build_small_lm
+from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.credit import assign_credit
+from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks, compute_token_masks
+from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout import attempts as attempts_module
@@ -36,6 +45,7 @@ from ragen_pl.rollout.settings import FailureSettings
 from ragen_pl.trajectory import EpisodeStatus
 
 TIC_TAC_TOE, KUHN = "ragen_pl.envs.tic_tac_toe.TicTacToe", "ragen_pl.envs.kuhn_poker.KuhnPoker"
+NEGOTIATION = "ragen_pl.envs.negotiation.Negotiation"
 SPECS = [EpisodeSpec(group=n // 3, member=n % 3, seed=n // 3) for n in range(12)]
 
 
@@ -79,6 +89,109 @@ def test_a_seat_sees_its_own_observations_only():
     for one in play(KUHN, RandomPolicy()):
         name = ("first", "second")[one.seat]
         assert all(turn.observation.text.startswith(f"you {name} with") for turn in one.turns)
+
+
+def test_a_negotiation_pays_each_seat_its_own_value_in_its_last_turn():
+    played = play(NEGOTIATION, RandomPolicy(), max_turns=4)
+    agreed = 0
+    for first, second in zip(played[::2], played[1::2], strict=True):
+        ended = [
+            one.turns[-1].info["metrics"]
+            for one in (first, second)
+            if "metrics" in one.turns[-1].info
+        ]
+        (metrics,) = ended
+        total = environment_reward(first) + environment_reward(second)
+        assert total == pytest.approx(metrics.get("joint_value", 0.0))
+        agreed += metrics["agreement"]
+        for one in (first, second):
+            assert one.success == (environment_reward(one) >= 0.5)
+            assert [turn.reward for turn in one.turns[:-1]] == [0.0] * (len(one.turns) - 1)
+            # its own values, at first only
+            texts = [turn.observation.text for turn in one.turns]
+            assert ["worth" in text for text in texts] == [True] + [False] * (len(texts) - 1)
+    assert agreed
+
+
+class Negotiators(TextEngine):
+    """Speak, propose what the seed says, and accept, as the prompt asks for; in place of a trained model."""
+
+    exact = False
+
+    def __init__(self, context):
+        super().__init__(context, lambda session, turn: "")
+        self.version = 0
+
+    def load_weights(self, version):
+        self.version = version
+
+    def sleep(self):
+        """Nothing to free."""
+
+    def _response(self, request):
+        heard = self.context.bundle.tokenizer.decode(request.prompt.ids).rpartition("worth")[2]
+        number = request.seed % 2
+        said = (
+            f"propose {number} hats" if "says" in heard else f"fine {end_of(self.context)} accept"
+        )
+        answer = "accept" if "offers" in heard else said
+        self.write = lambda session, turn: f"<think>x</think><answer>{answer}</answer>"
+        return replace(super()._response(request), version=self.version)
+
+
+def end_of(context):
+    """Return the name of the token that ends a turn."""
+    bundle = context.bundle
+    return bundle.tokenizer.convert_ids_to_tokens(bundle.end_of_turn_id)
+
+
+def test_a_negotiation_is_trained_by_self_play():
+    """What a seat writes is text to the other one, a control token's name too."""
+    bundle = build_small_lm(seed=0, text=TEXT)
+    context = ContextManager(bundle, window="all")
+    agent = AgentModule(
+        PolicyModule(bundle),
+        None,
+        estimator=LeaveOneOut(),
+        masks=Masks(),
+        loss=UpdateLoss(),
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        engine=lambda policy, **settings: Negotiators(context),
+    )
+    data = RolloutDataModule(
+        proxy_of(NEGOTIATION, context=context, max_turns=4),
+        iteration=IterationSettings(groups=2, group_size=4),
+        update=UpdateSettings(epochs=1, minibatches=1),
+        held_out=False,
+    )
+    played = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            played.append((dict(data.metrics), data.buffer))
+
+    before = {name: weight.clone() for name, weight in agent.trained_weights().items()}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        callbacks=[RolloutUpdate(), Watch()],
+    )
+    trainer.fit(agent, datamodule=data)
+    assert len(played) == 2
+    for metrics, buffer in played:
+        assert metrics["metrics/agreement"] == 1.0 and metrics["turns"] == 1.5
+        assert metrics["metrics/joint_value"] == pytest.approx(2 * metrics["return"])
+        # the first seat has a turn more, whose prompt and response end, and no other end
+        ends = (buffer.samples.input_ids == bundle.end_of_turn_id).sum(1).tolist()
+        assert len(ends) == 16 and max(ends) - min(ends) == 2
+    moved = agent.trained_weights()
+    assert any(not torch.equal(moved[name], before[name]) for name in moved)
 
 
 def test_an_illegal_move_loses_or_is_asked_again():

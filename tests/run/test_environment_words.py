@@ -33,11 +33,13 @@ VOCABULARIES = {
     "metaworld": (535, "96f0cb1dc3c455c2"),
     "miniwob": (559, "c42e5df04724717e"),
     "miniworld": (525, "7ebf89ea4f24500b"),
+    "negotiation": (550, "0969fc68ba05e577"),
     "pocket_cube": (538, "766fcf545f7cf5f8"),
     "program": (514, "61e8984d50fdf041"),
     "support_desk": (658, "93852f5f0dd09d4d"),
     "svg": (540, "77a19e2336fa5a1c"),
     "textarena": (520, "ffaf32f30a70c390"),
+    "textarena_two_player": (522, "695db14fd7b028aa"),
     "tic_tac_toe": (531, "3c8e6f1feb3b9e8f"),
     "web_shop": (667, "b4aa172c8e86bba4"),
 }
@@ -46,7 +48,7 @@ PLAIN = (512, "039f90b254bc2f47")
 SHIPPED = sorted(
     file.stem for file in (config_dir() / "env").glob("*.yaml") if file.stem != "mixture"
 )
-NEEDS_A_LIBRARY = {"metaworld", "miniwob", "miniworld", "textarena"}
+NEEDS_A_LIBRARY = {"metaworld", "miniwob", "miniworld", "textarena", "textarena_two_player"}
 HERE = f"{__name__}.Opposites"
 
 
