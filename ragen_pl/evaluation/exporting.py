@@ -22,11 +22,11 @@ from ragen_pl.config.nodes import plain
 from ragen_pl.config.own_files import write_settings
 from ragen_pl.models.adapters import (
     base_is_changed,
-    has_adapters,
     merge_adapters,
     only_adapters_are_trained,
 )
 from ragen_pl.models.bundle import ModelBundle
+from ragen_pl.models.merging import has_adapters
 from ragen_pl.tracking.checkpoints import EXPORTED
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ragen_pl.models.merging import adapted_layers, check_merging, merged_layer, plain_names
+from ragen_pl.models.merging import (
+    adapted_layers,
+    check_merging,
+    has_adapters,
+    merged_layer,
+    plain_names,
+)
 from ragen_pl.models.settings import NO_PEFT, lora_problem
 from ragen_pl.models.vision_parts import VisionParts, weights_of
 
@@ -183,11 +189,6 @@ def _combined_exclusions(
 
 def _ends(model: PreTrainedModel) -> list[Module]:
     return [model.get_input_embeddings(), model.get_output_embeddings()]
-
-
-def has_adapters(model: PreTrainedModel) -> bool:
-    """Return whether the model has adapters."""
-    return bool(model._hf_peft_config_loaded)
 
 
 def only_adapters_are_trained(model: PreTrainedModel) -> bool:

@@ -38,6 +38,11 @@ class Unloads(Protocol):
         """Return the layer under it."""
 
 
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Return whether the model has adapters."""
+    return bool(model._hf_peft_config_loaded)
+
+
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return the outermost layers of peft in a model by their names; a layer that stands twice has two."""
     # a model has none where nothing has imported it

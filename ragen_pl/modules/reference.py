@@ -22,6 +22,7 @@ from ragen_pl.data.batch import Samples
 from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.distribution import TopLogprobs
+from ragen_pl.models.merging import has_adapters
 from ragen_pl.modules.forward import Readout
 from ragen_pl.modules.optimizers import LOW_PRECISION
 from ragen_pl.modules.policy import PolicyModule, TokenScores
@@ -261,11 +262,7 @@ class AdaptersOff:
             ValueError: The model has no adapters, trains other weights too, or its adapters changed the weights under
                 them when they were made.
         """
-        from ragen_pl.models.adapters import (
-            base_is_changed,
-            has_adapters,
-            only_adapters_are_trained,
-        )
+        from ragen_pl.models.adapters import base_is_changed, only_adapters_are_trained
 
         name = type(policy.model).__name__
         if not has_adapters(policy.bundle.model):
@@ -304,16 +301,17 @@ class InitialPolicy:
 
     def build(self, policy: PolicyModule) -> ReferencePolicy:
         """Return the reference."""
-        from ragen_pl.models.adapters import (
-            adapters_are_new,
-            base_is_changed,
-            only_adapters_are_trained,
-        )
-
         model = policy.bundle.model
-        new = only_adapters_are_trained(model) and adapters_are_new(model)
-        if new and not base_is_changed(model):
-            return AdaptersOff().build(policy)
+        if has_adapters(model):
+            from ragen_pl.models.adapters import (
+                adapters_are_new,
+                base_is_changed,
+                only_adapters_are_trained,
+            )
+
+            new = only_adapters_are_trained(model) and adapters_are_new(model)
+            if new and not base_is_changed(model):
+                return AdaptersOff().build(policy)
         return FrozenCopy().build(policy)
 
     def store(self, reference: ReferencePolicy, policy: PolicyModule, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 from support.runs.composing import composed, resolved
-from support.runs.recorded import recorded
+from support.runs.recorded_steps import recorded
 
 from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.checkpoints.folder import Run

@@ -18,7 +18,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support.runs.composing import composed, evaluation_config
-from support.runs.recorded import empty_step
+from support.runs.recorded_steps import empty_step
 
 from ragen_pl.assembly.build import build_bundle, build_context
 from ragen_pl.assembly.weights import load_bundle, read_checkpoint

@@ -229,3 +229,9 @@ def test_a_baseline_that_cannot_play_costs_its_column_only(fit, tmp_path):
     )
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert "val/success" in metrics and "optimal_policy/success" not in metrics
+
+
+def test_replay_refuses_a_checkpoint_with_the_new_way(command):
+    refused = command("replay", "ckpt=runs/x/checkpoints/last.ckpt").refused()
+    assert "ckpt=runs/x/checkpoints/last.ckpt: the step of a checkpoint is not repeated" in refused
+    assert "set batch=FILE of a run's bad_batch or batches folder" in refused

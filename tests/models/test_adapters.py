@@ -14,12 +14,12 @@ from ragen_pl.models.adapters import (
     adapter_weights,
     adapters_are_new,
     adapters_off,
-    has_adapters,
     merge_adapters,
     only_adapters_are_trained,
     write_adapters,
 )
 from ragen_pl.models.build import build_small_lm, build_small_vlm, load_pretrained
+from ragen_pl.models.merging import has_adapters
 
 LORA = {"r": 4, "lora_alpha": 8}
 IDS = torch.arange(8, 40).view(2, 16)

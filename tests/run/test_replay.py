@@ -142,9 +142,3 @@ def test_what_cannot_be_repeated_is_refused_in_one_line(ended, tmp_path):
     with pytest.raises(ConfigError, match="holds another model"):
         build_module(other, recorded, dtype=None, device=torch.device("cpu"))
     assert torch.__version__.startswith(RecordedStep.read(record).versions["torch"])
-
-
-def test_a_checkpoint_is_refused_with_the_new_way(command):
-    refused = command("replay", "ckpt=runs/x/checkpoints/last.ckpt").refused()
-    assert "ckpt=runs/x/checkpoints/last.ckpt: the step of a checkpoint is not repeated" in refused
-    assert "set batch=FILE of a run's bad_batch or batches folder" in refused
