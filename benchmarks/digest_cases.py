@@ -305,7 +305,15 @@ WITH_ALL_CALLBACKS = "extra/all_callbacks"
 NEEDS_MORE = (
     "opd",
     *("arithmetic", "countdown", "mini_sudoku", "reasoning_gym", "word_problem"),
-    *("metaworld", "miniwob", "miniworld", "openenv", "textarena", "textarena_two_player", "textworld"),
+    *(
+        "metaworld",
+        "miniwob",
+        "miniworld",
+        "openenv",
+        "textarena",
+        "textarena_two_player",
+        "textworld",
+    ),
 )
 
 NEEDS_A_VALUE = {
