@@ -68,7 +68,7 @@ those of the best policy, and the most allowed. Turns per second are those of on
 prompts and model. [Bring your own environment](own_environments.md) has the protocol.
 """
 # policies that are not trivial, or have a column of their own
-_OTHERS = ("random", "garbage", "optimal")
+_OTHERS = ("random", "garbage", "optimal", "fair")
 _TURNS_SHOWN = 4
 _CHARACTERS_SHOWN = 400
 
@@ -133,7 +133,8 @@ def row(cfg: DictConfig, env: Any, plays: Mapping[str, Play | None]) -> str:
     images = trajectories[0].turns[0].observation.images
     sizes = " and ".join(f"{image.shape[1]} by {image.shape[0]}" for image in images)
     returns = [trajectory.reward for trajectory in trajectories]
-    best, garbage = plays.get("optimal"), plays.get("garbage")
+    # of a game without an optimal player the fair one
+    best, garbage = plays.get("optimal", plays.get("fair")), plays.get("garbage")
     trivial = {name: play for name, play in plays.items() if play and name not in _OTHERS}
     luckiest = max(trivial, key=lambda name: trivial[name].success, default="")
     mean_turns = f"{best.turns / len(best.trajectories):.1f} of " if best else ""

@@ -18,6 +18,7 @@ from ragen_pl.assembly.build import build_bundle, build_critic, with_words
 from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.environments.calls import make_environment
 from ragen_pl.environments.classes import frequent_words
+from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.run.train import train
 
 # size of the vocabulary and digest of its tokens in the order of their ids, on which saved models depend
@@ -98,7 +99,7 @@ def test_each_frequent_word_occurs(name: str) -> None:
 
     for seed in range(400):
         read(env.reset(seed=seed)[0])
-        for _ in range(cfg.env.max_turns):
+        for _ in range(cfg.env.max_turns * EnvironmentMembers(env).seats):
             read(env.describe())
             action = policy.act(env, rng)
             read(action if isinstance(action, str) else env.action_names[action])
