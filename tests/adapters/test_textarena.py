@@ -229,6 +229,8 @@ def test_hostile_moves_of_two_players_do_no_harm(game: str) -> None:
 def test_games_that_two_cannot_play_and_opponents_without_moves_are_refused() -> None:
     with pytest.raises(ValueError, match="game=GuessTheNumber: does not begin for 2 players: "):
         TextArenaTwoPlayer(game="GuessTheNumber")
-    with pytest.raises(ValueError, match="opponent=random, game=Breakthrough: the game lists no moves"):
+    with pytest.raises(
+        ValueError, match="opponent=random, game=Breakthrough: the game lists no moves"
+    ):
         TextArenaTwoPlayer(game="Breakthrough")
     assert TextArenaTwoPlayer(game="Breakthrough", validation_opponent=None).seats == 2
