@@ -366,6 +366,55 @@ FINDINGS: dict[str, Finding] = {
         criterion=Criterion(more="solver", less="episodes"),
         iterations=16,
     ),
+    "group_methods": Finding(
+        question="Do later methods of groups learn more than leave-one-out from the same number of episodes?",
+        claim="Each is better than GRPO or PPO: credit of turns from visits of equal states (GAGPO, GraphGPO), success "
+        "relative to its mean (MaxRL), a mask by divergence (DPPO), terms standardized apart (GDPO).",
+        source="arXiv 2602.02710, 2602.04879, 2601.05242, 2605.26684 and GAGPO; [algorithms](algorithms.md#presets)",
+        task="frozenlake_visual",
+        overrides=("rollout.groups=16", "rollout.group_size=8"),
+        arms={
+            "rloo": ("algorithm=rloo", *_NO_KL),
+            "gagpo": ("algorithm=gagpo", *_NO_KL),
+            "graphgpo": ("algorithm=graphgpo", *_NO_KL),
+            "maxrl": ("algorithm=maxrl", *_NO_KL),
+            "dppo": ("algorithm=dppo",),
+            "dppo by turn": ("algorithm=dppo", "algorithm.loss.policy.level=turn"),
+            "gdpo": ("algorithm=gdpo", *_NO_KL),
+        },
+        remark="The verdict is that of GAGPO. The criterion of every other arm is the same, in docs/algorithms.md.",
+        criterion=Criterion(more="gagpo", less="rloo", seeds=3),
+        iterations=16,
+    ),
+    "critic_gate": Finding(
+        question="Does it help to leave out a critic that does not explain the returns?",
+        claim="A gate by explained variance is better than the critic alone and than the batch's mean alone.",
+        source="EVPO, Pan et al. 2026, arXiv 2604.19485",
+        task="frozenlake_visual",
+        overrides=_NO_KL,
+        arms={
+            "evpo": ("algorithm=evpo",),
+            # the same estimator, whose critic is always used
+            "critic": ("algorithm=evpo", "algorithm.estimator.threshold=-1e9"),
+            "mean": ("algorithm=evpo", "algorithm.estimator.threshold=1e9"),
+        },
+        criterion=Criterion(more="evpo", less="critic", seeds=3),
+        iterations=16,
+    ),
+    "echo": Finding(
+        question="Does it help to predict what the environment says?",
+        claim="A loss on the next observation, beside that of RL, teaches to act.",
+        source="ECHO, Shrivastava et al. 2026, arXiv 2605.24517",
+        task="frozenlake",
+        overrides=("algorithm=echo", *_NO_KL),
+        arms={
+            "echo": (),
+            "weight 0": ("algorithm.loss.echo.observation=0.0", "algorithm.loss.echo.result=0.0"),
+        },
+        starts={"echo": _WHOLE_HISTORY, "weight 0": _WHOLE_HISTORY},
+        criterion=Criterion(more="echo", less="weight 0", seeds=3),
+        iterations=16,
+    ),
 }  # fmt: skip
 """By name, those that need the fewest hours first."""
 
