@@ -23,7 +23,7 @@ from support.runs.recorded_steps import recorded
 
 from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.checkpoints.folder import Run
-from ragen_pl.config import ConfigError, config_dir, trust
+from ragen_pl.config import ConfigError, config_dir, own_files
 from ragen_pl.config.check import class_path
 from ragen_pl.config.signatures import declared_trust, read_signature
 from ragen_pl.evaluation.mlflow_log import log_evaluation
@@ -214,7 +214,7 @@ def test_no_command_starts_what_a_folder_says(name, kind, command, tmp_path):
 def test_the_same_settings_of_this_account_are_taken(tmp_path):
     folder = make_run(tmp_path / "run", env__target=PROGRAM, env__kwargs={"command": ["sh"]})
     assert resolved(f"ckpt={folder}", "trust=true")
-    trust.write_settings(folder / "config.yaml", (folder / "config.yaml").read_text())
+    own_files.write_settings(folder / "config.yaml", (folder / "config.yaml").read_text())
     assert resolved(f"ckpt={folder}")
     assert read_settings(folder / "config.yaml", trusted=False).env.kwargs.command == ["sh"]
 
@@ -345,8 +345,8 @@ def test_an_address_counts_where_this_account_wrote_it(run, command, listener):
     """Not where the run's own config.yaml lies beside somebody else's file, which may be a copy of it."""
     uri, seen = listener
     tracked(run, uri)
-    trust.write_settings(run / "config.yaml", (run / "config.yaml").read_text())
-    assert trust.is_own(run / "config.yaml")
+    own_files.write_settings(run / "config.yaml", (run / "config.yaml").read_text())
+    assert own_files.is_own(run / "config.yaml")
     assert "and nothing shows" in command("sync", f"run={run}").refused() and not seen
     write_run_file(run, run_id="1" * 32, uri=uri)
     command("sync", f"run={run}")
@@ -497,11 +497,11 @@ def test_the_mlflow_run_of_a_folder_that_was_moved_goes_on(run, command, store, 
 def test_a_copy_of_own_settings_vouches_for_nothing_beside_it(run, command, tmp_path):
     """What this account wrote is taken at its word in any folder, and links in no other than its own."""
     settings = run / "config.yaml"
-    trust.write_settings(settings, settings.read_text())
+    own_files.write_settings(settings, settings.read_text())
     copied = Path(shutil.copytree(run, tmp_path / "theirs"))
     for folder in (run, copied):
-        assert trust.is_own(folder / "config.yaml")
-        assert trust.is_own_folder(folder / "config.yaml") == (folder == run)
+        assert own_files.is_own(folder / "config.yaml")
+        assert own_files.is_own_folder(folder / "config.yaml") == (folder == run)
         _linked(folder / "checkpoints" / "best.ckpt", tmp_path / "secret")
     for name, more in (("evaluate", ["to=out"]), ("play", ["save=null"]), ("export", ["to=out"])):
         refused = command(name, f"ckpt={copied}", "device=cpu", *more).refused()

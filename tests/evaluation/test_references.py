@@ -96,8 +96,8 @@ def test_overrides_arrive_at_every_setting_that_refers_to_them(name: str, tmp_pa
             assert value(settings, key) == OTHER[named], (command, source, key)
 
 
-def test_the_file_with_references_is_known() -> None:
-    assert with_references() == ["program"]
+def test_the_files_with_references_are_known() -> None:
+    assert with_references() == ["negotiation", "program"]
     assert set(references(composed("env=program", checked=False)).values()) == set(OTHER)
 
 
