@@ -23,7 +23,7 @@ from support.runs.recorded_steps import recorded
 
 from ragen_pl.base.foreign_files import ForeignFileError
 from ragen_pl.checkpoints.folder import Run
-from ragen_pl.config import ConfigError, config_dir, own_files
+from ragen_pl.config import ConfigError, config_dir, own_files, trust
 from ragen_pl.config.check import class_path
 from ragen_pl.config.signatures import declared_trust, read_signature
 from ragen_pl.evaluation.mlflow_log import log_evaluation
