@@ -54,7 +54,6 @@ from ragen_pl.checkpoints.checkpoint_check import (
     list_problem,
     names_folder,
 )
-from ragen_pl.checkpoints.known_pickle import KnownUnpickler, by_name
 from ragen_pl.checkpoints.rank_states import folder_of_states, load_rank_states, plain_name
 from ragen_pl.config.errors import ConfigError
 
@@ -128,6 +127,8 @@ class _Reader(dcp.FileSystemReader):
             OSError: A file is missing.
             pickle.UnpicklingError: It is anything else.
         """
+        from ragen_pl.checkpoints.known_pickle import KnownUnpickler
+
         content = (Path(self.path) / LIST).read_bytes()
         if (problem := bare_pickle_problem(content, limit=_COPIED * len(content))) is not None:
             raise pickle.UnpicklingError(f"the list of tensors {problem}")
@@ -169,6 +170,8 @@ class _Reader(dcp.FileSystemReader):
 @functools.cache
 def _of_metadata() -> dict[tuple[str, str], Any]:
     """Return the items of the list of tensors."""
+    from ragen_pl.checkpoints.known_pickle import by_name
+
     types = {
         ("torch", name): value
         for name, value in vars(torch).items()

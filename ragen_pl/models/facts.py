@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ import torch
 from ragen_pl.base.instances import instances
 from ragen_pl.models.attention import PACKED_ROWS
 from ragen_pl.models.logit_scale import LogitScale
-from ragen_pl.models.positions import scalings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -188,6 +187,15 @@ class ModelFacts:
             has_experts=any(hasattr(part, "num_experts") for part in model.modules()),
             rotates_by_length=any(one.get("rope_type") == "dynamic" for one in scalings(text)),
         )
+
+
+def scalings(text: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of the rotary embeddings, those of each type of layer where these differ."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        yield parameters
+    else:
+        yield from instances(parameters.values(), dict)
 
 
 def backbone_of(model: PreTrainedModel) -> Any:

@@ -8,12 +8,12 @@ which the engine, the trainer, the reference, the critic and an exported folder 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ragen_pl.base.instances import instances
+from ragen_pl.models.facts import scalings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -53,15 +53,6 @@ def fix_rotary_scaling(config: PretrainedConfig, *, max_tokens: int | None) -> s
         # a server takes no longer sequences than this
         text.max_position_embeddings = max(text.max_position_embeddings, max_tokens or 0)
     return line
-
-
-def scalings(text: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of the rotary embeddings, those of each type of layer where these differ."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    if "rope_type" in parameters:
-        yield parameters
-    else:
-        yield from instances(parameters.values(), dict)
 
 
 def _fix_longrope(scaling: dict[str, Any], max_tokens: int | None) -> int:
