@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from ragen_pl.base.instances import instances
@@ -40,8 +40,8 @@ class MuonAdamW(Optimizer):
         fused: Kernels of AdamW, as in torch.
 
     Note:
-        On a GPU the products of sharded matrices (FSDP2) add up in another order, in bfloat16: steps differ from those
-        of whole matrices by about 1%, and are the same on all ranks.
+        A sharded matrix (FSDP2) is gathered, orthogonalized as a whole on each rank, and sharded again: one collective
+        in place of several for each product. A step is that of the whole matrix.
 
     Raises:
         ValueError: A hidden weight is no matrix.
@@ -128,7 +128,7 @@ class _Muon(Muon):
         means = [self.state[weight]["momentum_buffer"] for weight in weights]
         torch._foreach_lerp_(means, gradients, 1 - momentum)
         if len(weights) == 1:
-            directions = [orthogonalized(gradients[0].lerp(means[0], momentum))]
+            directions = [_direction(gradients[0].lerp(means[0], momentum))]
         else:
             stack = torch.stack(torch._foreach_lerp(gradients, means, momentum))
             directions = [*orthogonalized(stack)]
@@ -136,6 +136,15 @@ class _Muon(Muon):
         for weight, direction in zip(weights, directions, strict=True):
             # the root mean square of a step is about that of AdamW
             weight.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(weight.shape)))
+
+
+def _direction(momentum: Tensor) -> Tensor:
+    """Return the direction of a step from the momentum of a matrix, sharded as that is."""
+    if not isinstance(momentum, DTensor):
+        return orthogonalized(momentum)
+    whole = orthogonalized(momentum.full_tensor())
+    # all ranks have the same
+    return distribute_tensor(whole, momentum.device_mesh, momentum.placements, src_data_rank=None)
 
 
 def _stacks(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -163,7 +172,7 @@ def orthogonalized(matrix: Tensor, *, steps: int = 5) -> Tensor:
     """Return about the nearest semi-orthogonal matrix, by Newton-Schulz iteration.
 
     Args:
-        matrix: Any matrix, sharded ones included, or several of one shape, `[count, rows, columns]`.
+        matrix: Any matrix, or several of one shape, `[count, rows, columns]`.
         steps: Steps of the quintic iteration of Jordan et al. (2024), whose coefficients leave singular values between
             0.7 and 1.2.
 
