@@ -125,6 +125,7 @@ _ALL_ONE = tuple(
 # demonstrations of shortest paths, without plans
 _SOLVER = ("warm_start.demonstrator.noise=0.0", "warm_start.demonstrator.base=optimal")
 
+_SLIPPERY = ("env.kwargs.slip_probability=0.6667", "env.max_turns=20")
 _WHOLE_HISTORY = ("context.window=all", "warm_start.batch_size=16", "warm_start.steps=600")
 
 # none has a penalty on the divergence
@@ -381,8 +382,25 @@ FINDINGS: dict[str, Finding] = {
             "dppo": ("algorithm=dppo",),
             "dppo by turn": ("algorithm=dppo", "algorithm.loss.policy.level=turn"),
             "gdpo": ("algorithm=gdpo", *_NO_KL),
+            "gigpo": ("algorithm=gigpo", *_NO_KL),
         },
         remark="The verdict is that of GAGPO. The criterion of every other arm is the same, in docs/algorithms.md.",
+        criterion=Criterion(more="gagpo", less="rloo", seeds=3),
+        iterations=16,
+    ),
+    "group_methods_slippery": Finding(
+        question="And where two of three moves slip to a side?",
+        claim="Credit of turns from visits of equal states is better than one advantage for the whole episode.",
+        source="GiGPO, Feng et al. 2025, arXiv 2505.10978; GAGPO and GraphGPO, [algorithms](algorithms.md#presets)",
+        task="frozenlake_visual",
+        overrides=("rollout.groups=16", "rollout.group_size=8"),
+        arms={
+            "rloo": ("algorithm=rloo", *_NO_KL),
+            "gagpo": ("algorithm=gagpo", *_NO_KL),
+            "gigpo": ("algorithm=gigpo", *_NO_KL),
+            "graphgpo": ("algorithm=graphgpo", *_NO_KL),
+        },
+        starts={arm: _SLIPPERY for arm in ("rloo", "gagpo", "gigpo", "graphgpo")},
         criterion=Criterion(more="gagpo", less="rloo", seeds=3),
         iterations=16,
     ),
