@@ -400,7 +400,7 @@ FINDINGS: dict[str, Finding] = {
             "gigpo": ("algorithm=gigpo", *_NO_KL),
             "graphgpo": ("algorithm=graphgpo", *_NO_KL),
         },
-        starts={arm: _SLIPPERY for arm in ("rloo", "gagpo", "gigpo", "graphgpo")},
+        starts=dict.fromkeys(("rloo", "gagpo", "gigpo", "graphgpo"), _SLIPPERY),
         criterion=Criterion(more="gagpo", less="rloo", seeds=3),
         iterations=16,
     ),
