@@ -11,7 +11,6 @@ records are 2,048 sampled episodes from 512 initial states of one agent after 10
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from findings import TASKS
 from findings_report import curve_of
-from runner import QUIET, ROOT, cost_of, fit
+from runner import QUIET, ROOT, cost_of, fit, run_or_report
 
 from ragen_pl.base.records import read_records
 
@@ -71,11 +70,7 @@ def report(out: Path, *, seeds: int) -> None:
 
 def main() -> None:
     """Run the arms of each seed, those that have not ended, and print their table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", nargs="?", choices=("run", "report"), default="run")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "records")
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
+    options = run_or_report(__doc__, folder="records")
     out = options.out.absolute()
     if options.action == "run":
         played, solved = play_records(out)
@@ -85,11 +80,9 @@ def main() -> None:
                 f"trainer.check_val_every_n_epoch={_ITERATIONS // 2}",
             )  # fmt: skip
             fit(out / "demonstrations" / str(seed), *own)
+            # demonstrations are not played
+            task = [line for line in own if "demonstrator" not in line and ".stages" not in line]
             for arm, rule in _RULES.items():
-                # demonstrations are not played
-                task = [
-                    line for line in own if "demonstrator" not in line and ".stages" not in line
-                ]
                 fit(
                     out / arm / str(seed), *task, "warm_start=records", "warm_start.records.held_out=skip",
                     f"warm_start.records.path='{played}'", *(line.format(solved=solved) for line in rule),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -59,6 +60,15 @@ def fit(folder: Path, *overrides: str) -> bool:
         flush=True,
     )
     return is_finished(folder)
+
+
+def run_or_report(description: str, *, folder: str) -> argparse.Namespace:
+    """Read the command line of a benchmark that runs arms and prints their table: `action`, `out` and `seeds`."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("action", nargs="?", choices=("run", "report"), default="run")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / folder)
+    parser.add_argument("--seeds", type=int, default=3)
+    return parser.parse_args()
 
 
 def is_finished(folder: Path) -> bool:

@@ -11,12 +11,11 @@ docs/mixture.md's comparison with single runs. Each run plays 48 iterations of 4
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import numpy as np
-from runner import QUIET, ROOT, cost_of, fit
+from runner import QUIET, cost_of, fit, run_or_report
 
 _ENVIRONMENTS = {
     "frozenlake": (
@@ -63,11 +62,7 @@ def report(out: Path, *, seeds: int) -> None:
 
 def main() -> None:
     """Run the arms of each seed, those that have not ended, and print their table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", nargs="?", choices=("run", "report"), default="run")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "sampling")
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
+    options = run_or_report(__doc__, folder="sampling")
     out = options.out.absolute()
     if options.action == "run":
         for seed in range(options.seeds):

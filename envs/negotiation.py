@@ -17,7 +17,7 @@ from .two_player import SEATS, ScriptedPlayer, TwoPlayerGame
 
 ITEMS = ("book", "hat", "ball")
 WORTH = 10
-"""What all items together are worth to each seat."""
+"""Value of all items together to each seat."""
 _MOST_OF_A_KIND, _FEWEST, _MOST = 4, 5, 7
 # of all problems, those of validation are a fifth
 _HELD_OUT = 5
@@ -41,7 +41,7 @@ class Problem:
     values: tuple[Share, Share]
 
     def worth(self, seat: int, share: Share) -> int:
-        """Return what a share is worth to a seat."""
+        """Return the value of a share to a seat."""
         return sum(value * number for value, number in zip(self.values[seat], share, strict=True))
 
     def rest(self, share: Share) -> Share:
@@ -53,7 +53,7 @@ class Problem:
         return list(product(*(range(count + 1) for count in self.counts)))
 
     def outcomes(self) -> set[tuple[int, int]]:
-        """Return what the divisions are worth to the first and the second seat."""
+        """Return the values of the divisions to the first and the second seat."""
         return {(self.worth(0, share), self.worth(1, self.rest(share))) for share in self.shares()}
 
     def frontier(self) -> set[tuple[int, int]]:
@@ -256,7 +256,7 @@ class Negotiation(TwoPlayerGame):
         }
 
     def observe(self, seat: int) -> Observation:
-        """Return what is new to a seat, and its turns."""
+        """Return the news of a seat, and the number of its turns that are left."""
         other, lines = 1 - seat, []
         if not self.spoken[seat]:
             of_kinds = zip(self.problem.counts, self.problem.values[seat], strict=True)
@@ -279,7 +279,7 @@ class Negotiation(TwoPlayerGame):
         return "\n".join([*lines, f"{left} turn{'' if left == 1 else 's'} left"])
 
     def offered(self, seat: int) -> Share | None:
-        """Return what a seat gets by the latest proposal; None where that is its own, or there is none."""
+        """Return the share of a seat by the latest proposal; None where that is its own, or there is none."""
         if self.proposal is None or self.proposal[0] == seat:
             return None
         return self.problem.rest(self.proposal[1])
@@ -291,7 +291,7 @@ class Negotiation(TwoPlayerGame):
         return f"{state}{own}"
 
     def describe(self) -> str:
-        """Return what the offer to the seat that is to move is worth to it: `offer 4`, or `no offer`."""
+        """Return the value of the offer to the seat that is to move: `offer 4`, or `no offer`."""
         offered = self.offered(self.mover)
         return "no offer" if offered is None else f"offer {self.problem.worth(self.mover, offered)}"
 

@@ -26,7 +26,7 @@ _WON = 1.0
 _GENERAL_RULES = (
     "Play the game as its first message says. Write a move in square brackets, as it asks for."
 )
-# what a game raises at a move that it cannot read; a connection that fails is no such error
+# errors of a game at a move that it cannot read; a connection that fails is none of them
 _UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -500,7 +500,7 @@ class TextArenaTwoPlayer(TwoPlayerGame):
         return {"random": self.random_action}
 
     def observe(self, seat: int) -> Observation:
-        """Return what is new to a seat."""
+        """Return the messages that are new to a seat."""
         if self.rewards is not None:
             return self._running.outcome()
         # those of the seat that waits are still in the library's state
