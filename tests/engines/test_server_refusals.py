@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from hydra import compose, initialize_config_dir
 from support.models.tiny_models import TEXT
 from support.runs.module_process import FORKS
+from support.servers.fake_vllm import wait
 from support.servers.server_engines import expected, requests, sampled
 
 from ragen_pl.config import ConfigError, check_config, config_dir
@@ -146,6 +147,11 @@ def test_too_long_prompts_are_refused(start, connect) -> None:
 # ---- ranks
 
 
+def label_of(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/weight_info") as answer:
+        return json.load(answer)["weight_version"]
+
+
 def use_servers(rank: int, folder: str, urls: list[str]) -> None:
     """Sample on one of two ranks, before and after servers have lost their weights."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -156,12 +162,16 @@ def use_servers(rank: int, folder: str, urls: list[str]) -> None:
     engine.load_weights(0)
     assert sampled(engine) == expected()
     dist.barrier()
+    present = list(map(label_of, urls))
+    dist.barrier()
     if rank == 1:
         for url in urls:
             body = json.dumps({"new_version": "default"}).encode()
             urllib.request.urlopen(f"{url}/update_weight_version", data=body).close()
     dist.barrier()
     assert sampled(engine) == expected()
+    # one that no request went to gets its weights after a probe
+    wait(lambda: list(map(label_of, urls)) == present)
     dist.barrier()
     engine.close()
     dist.destroy_process_group()
