@@ -388,6 +388,20 @@ FINDINGS: dict[str, Finding] = {
         criterion=Criterion(more="gagpo", less="rloo", seeds=3),
         iterations=16,
     ),
+    "divergence_mask": Finding(
+        question="Does a mask by the divergence of a whole episode help, in place of none?",
+        claim="A mask by divergence is better than clipped ratios.",
+        source="DPPO, Qi et al. 2026, arXiv 2602.04879",
+        task="frozenlake_visual",
+        overrides=("rollout.groups=16", "rollout.group_size=8"),
+        arms={
+            "dppo by sequence": ("algorithm=dppo", "algorithm.loss.policy.level=sequence"),
+            "rloo": ("algorithm=rloo", *_NO_KL),
+        },
+        remark="The masks by token and by turn are arms of [group_methods](#group_methods).",
+        criterion=Criterion(more="dppo by sequence", less="rloo", seeds=3),
+        iterations=16,
+    ),
     "group_methods_slippery": Finding(
         question="And where two of three moves slip to a side?",
         claim="Credit of turns from visits of equal states is better than one advantage for the whole episode.",

@@ -1,12 +1,17 @@
-"""Sampling of a mixture's environments by learning progress or learnability (`env.sampling`), against equal shares.
+"""A mixture's environments: sampled by progress or learnability (`env.sampling`), and with rewards of another scale.
 
-Criterion, written before the runs, three seeds: a rule has a gain if the mean over the environments of greedy success
-on the same held-out episodes, less that of equal shares, is at least 0.02 in the mean of the seeds and has the same
-sign in all of them; harm likewise below 0; else none. The environments, model and warm start are those of
-docs/mixture.md's comparison with single runs. Each run plays 48 iterations of 48 episodes.
+All runs have the environments, model and warm start of docs/mixture.md's comparison with single runs. The criteria were
+written before the runs; three seeds.
 
-    python benchmarks/sampling.py --out /tmp/sampling
-    python benchmarks/sampling.py --out /tmp/sampling report
+- `sampling`, 48 iterations of 48 episodes: a rule has a gain if the mean over the environments of greedy success on the
+  same held-out episodes, less that of equal shares, is at least 0.02 in the mean of the seeds and has the same sign in
+  all of them; harm likewise below 0; else none.
+- `scales`, 16 iterations of 12 groups of 4 episodes: all rewards of the lake are multiplied by 10. With returns whitened
+  within each environment (`reinforce_pp`) the answer may not change: in each environment the mean difference of the
+  seeds is at most 0.05 in size. Without whitening (`rloo`) the same difference is reported.
+
+    python benchmarks/mixture.py --out /tmp/mixture
+    python benchmarks/mixture.py --out /tmp/mixture report
 """
 
 from __future__ import annotations
@@ -30,25 +35,44 @@ _ENVIRONMENTS = {
     ),
 }
 _COMMON = (
-    *QUIET, "env=mixture", f"env.environments={{{', '.join(f'{k}: {v}' for k, v in _ENVIRONMENTS.items())}}}",
-    "model=small_lm", "algorithm=trico", "rollout.groups=48", "warm_start.batch_size=32", "warm_start.steps=150",
+    *QUIET, "env=mixture", "model=small_lm", "warm_start.batch_size=32", "warm_start.steps=150",
     "learning_rate_end=1.0", "callbacks.plots=null", "callbacks.best=null", "callbacks.diagnostics=null",
     "callbacks.collapse=null", "validation.baselines=null",
 )  # fmt: skip
-_ARMS = {
-    "shares": (),
-    "progress": ("env.sampling={rule: progress}",),
-    "learnability": ("env.sampling={rule: learnability}",),
+_TEN_TIMES = "+env.environments.frozenlake.rewards={weights: {turn: 10, final: 10, format: 10}}"
+_GROUPS = (
+    "rollout.groups=12", "rollout.group_size=4", "algorithm.loss.kl.coefficient=0.0",
+    "algorithm.loss.kl.reference=null",
+)  # fmt: skip
+_SHARES = ("algorithm=trico", "rollout.groups=48")
+# iterations, and arms with their overrides
+_EXPERIMENTS: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
+    "sampling": (
+        48,
+        {
+            "shares": _SHARES,
+            "progress": (*_SHARES, "env.sampling={rule: progress}"),
+            "learnability": (*_SHARES, "env.sampling={rule: learnability}"),
+        },
+    ),
+    "scales": (
+        16,
+        {
+            "whitened": ("algorithm=reinforce_pp", *_GROUPS),
+            "whitened, ten times": ("algorithm=reinforce_pp", *_GROUPS, _TEN_TIMES),
+            "not whitened": ("algorithm=rloo", *_GROUPS),
+            "not whitened, ten times": ("algorithm=rloo", *_GROUPS, _TEN_TIMES),
+        },
+    ),
 }
-_ITERATIONS = 48
 
 
-def report(out: Path, *, seeds: int) -> None:
+def report(out: Path, experiment: str, *, seeds: int) -> None:
     """Print the last success of each arm, environment and seed."""
-    print(f"| sampled by | {' | '.join(_ENVIRONMENTS)} | mean | processor s |")
+    print(f"| {experiment} | {' | '.join(_ENVIRONMENTS)} | mean | processor s |")
     print(f"|---|{'---|' * (len(_ENVIRONMENTS) + 2)}")
-    for arm in _ARMS:
-        folders = [out / arm / str(seed) for seed in range(seeds)]
+    for arm in _EXPERIMENTS[experiment][1]:
+        folders = [_folder(out, experiment, arm, seed) for seed in range(seeds)]
         metrics = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
         success = np.array(
             [[one[f"val/{name}/success"] for name in _ENVIRONMENTS] for one in metrics]
@@ -60,21 +84,30 @@ def report(out: Path, *, seeds: int) -> None:
         print(f"| {arm} | {' | '.join(columns)} | {mean} | {spent:.0f} |")
 
 
+def _folder(out: Path, experiment: str, arm: str, seed: int) -> Path:
+    return out / experiment / arm.replace(", ", "_").replace(" ", "_") / str(seed)
+
+
 def main() -> None:
-    """Run the arms of each seed, those that have not ended, and print their table."""
-    options = run_or_report(__doc__, folder="sampling")
+    """Run the arms of each seed, those that have not ended, and print their tables."""
+    options = run_or_report(__doc__, folder="mixture", experiments=tuple(_EXPERIMENTS))
     out = options.out.absolute()
-    if options.action == "run":
-        for seed in range(options.seeds):
-            own = (*_COMMON, f"seed={seed}", f"trainer.check_val_every_n_epoch={_ITERATIONS // 3}")
+    for experiment in options.experiments:
+        iterations, arms = _EXPERIMENTS[experiment]
+        for seed in range(options.seeds) if options.action == "run" else ():
+            mixture = (
+                f"env.environments={{{', '.join(f'{k}: {v}' for k, v in _ENVIRONMENTS.items())}}}"
+            )
+            own = (*_COMMON, mixture, f"seed={seed}")
             start = out / "start" / str(seed)
-            fit(start, *own, "trainer.max_epochs=0", "trainer.limit_val_batches=0")
-            for arm, overrides in _ARMS.items():
+            fit(start, *own, *_SHARES, "trainer.max_epochs=0", "trainer.limit_val_batches=0")
+            for arm, overrides in arms.items():
                 fit(
-                    out / arm / str(seed), *own, *overrides, f"trainer.max_epochs={_ITERATIONS}",
+                    _folder(out, experiment, arm, seed), *own, *overrides, f"trainer.max_epochs={iterations}",
+                    "trainer.check_val_every_n_epoch=16",
                     f"warm_start.weights='{start / 'warm_start.pt'}'",
                 )  # fmt: skip
-    report(out, seeds=options.seeds)
+        report(out, experiment, seeds=options.seeds)
 
 
 if __name__ == "__main__":

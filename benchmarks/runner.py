@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,12 +63,27 @@ def fit(folder: Path, *overrides: str) -> bool:
     return is_finished(folder)
 
 
-def run_or_report(description: str, *, folder: str) -> argparse.Namespace:
-    """Read the command line of a benchmark that runs arms and prints their table: `action`, `out` and `seeds`."""
+def run_or_report(
+    description: str, *, folder: str, experiments: Sequence[str] = ()
+) -> argparse.Namespace:
+    """Read the command line of a benchmark that runs arms and prints tables.
+
+    Args:
+        description: Docstring of the benchmark.
+        folder: Folder of its runs below `runs`.
+        experiments: Names of its experiments, where it has several.
+
+    Returns:
+        `action`, `out`, `seeds` and, with several experiments, those `experiments` that were named.
+    """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("action", nargs="?", choices=("run", "report"), default="run")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / folder)
     parser.add_argument("--seeds", type=int, default=3)
+    if experiments:
+        parser.add_argument(
+            "--experiments", nargs="+", choices=experiments, default=list(experiments)
+        )
     return parser.parse_args()
 
 
