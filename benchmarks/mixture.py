@@ -6,9 +6,9 @@ written before the runs; three seeds.
 - `sampling`, 48 iterations of 48 episodes: a rule has a gain if the mean over the environments of greedy success on the
   same held-out episodes, less that of equal shares, is at least 0.02 in the mean of the seeds and has the same sign in
   all of them; harm likewise below 0; else none.
-- `scales`, 16 iterations of 12 groups of 4 episodes: all rewards of the lake are multiplied by 10. Whitened
-  within each environment (`reinforce_pp`) they may not change the answer: in each environment the mean difference of the
-  seeds is at most 0.05 in size. Without whitening (`rloo`) the same difference is reported.
+- `scales`, 16 iterations of 12 groups of 4 episodes: all rewards of the lake are multiplied by 10. Whitened within each
+  environment (`reinforce_pp`) they may not change the answer: in each environment the mean difference of the seeds is
+  at most 0.05 in size. Without whitening (`rloo`) the same difference is reported.
 
     python benchmarks/mixture.py --out /tmp/mixture
     python benchmarks/mixture.py --out /tmp/mixture report

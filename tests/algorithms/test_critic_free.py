@@ -1,13 +1,12 @@
 """Group baselines, batch scale, whitening and the group filters."""
 
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.episodes.reference_cases import reference_cases
 from support.machines.threaded_ranks import on_ranks
 
 from ragen_pl.algorithms.advantages.gdpo import Decoupled, Final, gdpo
@@ -24,7 +23,6 @@ from ragen_pl.algorithms.credit import AdvantageInputs
 from ragen_pl.algorithms.group_filter import AboveDeviation, KeepAll, TopCount, TopFraction, TopMass
 from ragen_pl.algorithms.whitening import masked_moments, whiten
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 maths = settings(max_examples=60, database=None, derandomize=True)
 members = st.lists(
     st.tuples(st.floats(-5, 5, width=32), st.integers(0, 4)), min_size=1, max_size=20
@@ -110,7 +108,7 @@ def test_maxrl_reads_success_and_needs_one_that_is_said() -> None:
         SuccessRelative()(given)
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDEN if case["kind"] == "gdpo"])
+@pytest.mark.parametrize("case", reference_cases("gdpo"))
 def test_gdpo_of_the_reference(case: dict) -> None:
     """`terms` [term][episode], `tokens` of an episode, `sum` before the last step."""
     given = case["inputs"]

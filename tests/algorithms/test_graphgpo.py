@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.episodes.reference_cases import reference_cases
 
 from ragen_pl.algorithms.advantages.graphgpo import GraphRelative, goal_distances, graphgpo
 from ragen_pl.algorithms.credit import AdvantageInputs
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 
-
-@pytest.mark.parametrize("case", [case for case in GOLDEN if case["kind"] == "graphgpo"])
+@pytest.mark.parametrize("case", reference_cases("graphgpo"))
 def test_distances_and_advantages_of_the_reference(case) -> None:
     given, expected = case["inputs"], case["outputs"]
     names = ("state", "final_state", "success", "group", "turns")

@@ -1,14 +1,13 @@
 """PPO's surrogate, value loss, divergences and aggregation."""
 
 import itertools
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.episodes.reference_cases import reference_cases
 
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.kl import (
@@ -22,7 +21,6 @@ from ragen_pl.algorithms.policy_loss import PolicyLoss, clipped_surrogate
 from ragen_pl.algorithms.value_loss import value_loss
 from ragen_pl.modules.losses import ReferenceKL
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 maths = settings(max_examples=40, database=None, derandomize=True)
 CONSTANT = {Aggregation.CONSTANT: 8.0}
 
@@ -201,7 +199,7 @@ def test_only_k1_is_accepted_in_the_reward(estimator) -> None:
     assert ReferenceKL(coefficient=0.1, place="reward", estimator="k1").changes_rewards
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDEN if case["kind"] == "opd_weights"])
+@pytest.mark.parametrize("case", reference_cases("opd_weights"))
 def test_weights_of_a_divergence_are_those_of_the_reference_cases(case) -> None:
     """`turn_weight` by row and turn; the entropies of tokens off the mask are not read."""
     given = case["inputs"]

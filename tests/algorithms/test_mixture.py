@@ -1,13 +1,12 @@
 """Shares of environments: the schedule of groups, whitening inside each environment, weights of tokens."""
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.episodes.reference_cases import reference_cases
 from support.machines.threaded_ranks import on_ranks
 
 from ragen_pl.algorithms.mixture import (
@@ -18,9 +17,8 @@ from ragen_pl.algorithms.mixture import (
 )
 
 # share: of each environment; environment: of each group of each iteration, or of each row
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
-SCHEDULES = [case for case in GOLDEN if case["kind"] == "mixture_schedule"]
-ADVANTAGES = [case for case in GOLDEN if case["kind"] == "mixture_advantages"]
+SCHEDULES = reference_cases("mixture_schedule")
+ADVANTAGES = reference_cases("mixture_advantages")
 SHARES = st.lists(st.floats(0, 5), min_size=1, max_size=5).filter(lambda share: sum(share) > 0.1)
 
 

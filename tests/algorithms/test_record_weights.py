@@ -1,17 +1,14 @@
 """Weights of recorded episodes."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.episodes.reference_cases import reference_cases
 
 from ragen_pl.algorithms.record_weights import numbered, per_group, record_weights
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
-CASES = [case for case in GOLDEN if case["kind"] == "record_weights"]
+CASES = reference_cases("record_weights")
 maths = settings(max_examples=60, database=None, derandomize=True)
 episodes = st.lists(
     st.tuples(st.sampled_from([-0.2, 0.0, 0.3, 0.7, 1.0]), st.integers(0, 3)),

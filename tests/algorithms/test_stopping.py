@@ -7,14 +7,13 @@ the episode's own later turns, changes the expected gradient.
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from support.episodes.reference_cases import reference_cases
 from torch import Tensor
 
 from ragen_pl.algorithms.advantages.adaptive import AdaptiveBilevelGAE
@@ -33,7 +32,6 @@ from ragen_pl.algorithms.credit import AdvantageInputs, Estimator
 from ragen_pl.config import config_dir
 from ragen_pl.rewards.potential import shaping_terms
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 PRESETS = {
     file.stem: OmegaConf.load(file).algorithm.estimator
     for file in sorted((config_dir() / "algorithm").glob("*.yaml"))
@@ -224,11 +222,7 @@ def test_episodes_own_visits_and_deviations_bias_the_published_step_advantage() 
     assert step_term(unbiased, groups).tolist() == pytest.approx([0.375, 0.125])
 
 
-def of(kind: str) -> list[dict]:
-    return [case for case in GOLDEN if case["kind"] == kind]
-
-
-@pytest.mark.parametrize("case", of("stopping_bias"))
+@pytest.mark.parametrize("case", reference_cases("stopping_bias"))
 def test_gradients_of_the_reference(case: dict) -> None:
     """`gradient` by estimator, by exact enumeration, for `members` of a group and a discount `gamma` for each turn."""
     given = dict(case["inputs"])
@@ -250,7 +244,7 @@ def test_gradients_of_the_reference(case: dict) -> None:
         assert gradient.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("case", of("turn_baseline"))
+@pytest.mark.parametrize("case", reference_cases("turn_baseline"))
 def test_turn_baseline_of_the_reference(case: dict) -> None:
     given = case["inputs"]
     rewards, turns = torch.tensor(given["turn_rewards"]), torch.tensor(given["turns"])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from support.episodes.reference_cases import reference_cases
 
 from ragen_pl.algorithms.advantages.teacher_ratio import TeacherRatio
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.credit import AdvantageInputs
 from ragen_pl.algorithms.policy_loss import clipped_surrogate
 from ragen_pl.modules.losses import ReferenceKL
-
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 
 
 def credit_of(penalty: torch.Tensor | None, mask: torch.Tensor) -> AdvantageInputs:
@@ -25,7 +21,7 @@ def credit_of(penalty: torch.Tensor | None, mask: torch.Tensor) -> AdvantageInpu
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDEN if case["kind"] == "opd_sampled"])
+@pytest.mark.parametrize("case", reference_cases("opd_sampled"))
 def test_advantages_loss_and_gradient_of_the_reference(case) -> None:
     """Rows of sampled tokens with weights; `bound` is of the log ratio, null clips of the ratio are none."""
     given, expected = case["inputs"], case["outputs"]

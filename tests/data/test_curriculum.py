@@ -3,11 +3,11 @@
 import copy
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.episodes.reference_cases import reference_cases
 from support.episodes.small_lakes import FAR, Module, proxy_of
 
 import envs  # noqa: F401 - registers the environments
@@ -20,8 +20,7 @@ from ragen_pl.data.task_sampling import TaskSampling
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
-CASES = [case for case in GOLDEN if case["kind"] == "task_sampling"]
+CASES = reference_cases("task_sampling")
 
 
 def test_curriculum_starts_after_a_full_window_of_success():

@@ -1,13 +1,12 @@
 """The update's loader: every sample once a pass, resumable anywhere, denominators over the whole step."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.episodes.reference_cases import reference_cases
 
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.data import validation
@@ -16,8 +15,7 @@ from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.validation import ValidationLoader
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
-CASES = [case for case in GOLDEN if case["kind"] == "episode_samples"]
+CASES = reference_cases("episode_samples")
 AVERAGES = {
     "token_mean": Aggregation.TOKEN_MEAN,
     "episode_mean": Aggregation.EPISODE_MEAN,

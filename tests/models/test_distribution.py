@@ -1,13 +1,12 @@
 """The distribution that tokens are sampled from: its entropy, and its scores in little memory."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.episodes.reference_cases import reference_cases
 
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
 from ragen_pl.algorithms.kl import full_kl
@@ -19,8 +18,6 @@ from ragen_pl.models.distribution import (
     log_distribution,
     score_distributions,
 )
-
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 
 
 def test_entropy_by_hand_with_a_banned_token() -> None:
@@ -119,8 +116,12 @@ def divergence_of(given: dict, *, served: bool = False) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize(
     ("case", "served"),
-    [(case, False) for case in GOLDEN if case["kind"] in ("opd_full", "opd_topk")]
-    + [(case, True) for case in GOLDEN if case["inputs"].get("support") == "teacher"],
+    [(case, False) for case in reference_cases("opd_full", "opd_topk")]
+    + [
+        (case, True)
+        for case in reference_cases("opd_topk")
+        if case["inputs"]["support"] == "teacher"
+    ],
 )
 def test_divergence_and_gradient_of_the_reference(case, served):
     """Both directions, with temperatures, banned ids and weights of tokens, over all ids or the most likely ones."""

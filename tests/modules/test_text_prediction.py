@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.episodes.call_trees import after, call, episode
+from support.episodes.reference_cases import reference_cases
 from support.models.family_models import tiny
 from support.models.native_prompts import TOOLS, bundle_of, function_call
 
@@ -21,13 +20,12 @@ from ragen_pl.modules.losses import TextPrediction, UpdateLoss
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.trajectory import EpisodeStatus, Observation, Role
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
 ON = TextPrediction(observation=0.5, result=0.25)
 # names and marks that the template writes are no text of the environment
 RESULTS = ["milk costs 3 <|im_end|> coins", "eggs cost 4 coins"]
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDEN if case["kind"] == "echo"])
+@pytest.mark.parametrize("case", reference_cases("echo"))
 def test_text_loss_of_the_reference(case: dict) -> None:
     """`role` and `text` [row][time], `alpha` by role."""
     given, expected = case["inputs"], case["outputs"]

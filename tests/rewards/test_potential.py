@@ -1,12 +1,10 @@
 """Shaping by a potential: the reference cases, and advantages that it does not change."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.episodes.reference_cases import reference_cases
 from support.episodes.trajectories import make_trajectory, make_turn
 from support.runs.composing import composed
 
@@ -25,8 +23,7 @@ from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.trajectory import EpisodeStatus
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())["cases"]
-CASES = [case for case in GOLDEN if case["kind"] == "potential_shaping"]
+CASES = reference_cases("potential_shaping")
 numbers = st.floats(-2, 2, width=32)
 
 
