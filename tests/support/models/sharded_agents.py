@@ -15,9 +15,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.episodes import played_agents
+from support.models.tiny_models import TEXT
+from support.servers.fake_vllm import Server
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ragen_pl.assembly.teacher_server import TeacherServer
 from ragen_pl.base.distributed import max_over_ranks, own_part, sum_over_ranks, whole
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
@@ -25,6 +28,7 @@ from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import EnginePolicy
 from ragen_pl.models.adapters import choose_trained_weights, merge_adapters
+from ragen_pl.models.build import build_small_lm
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.checkpoint_weights import checkpoint_weights
 from ragen_pl.modules import sharding
@@ -55,6 +59,8 @@ class Case:
     iterations: int = 1
     # the engine has weights of its own
     copies: bool = False
+    # the reference is on a server
+    served: bool = False
 
 
 CASES = {
@@ -68,6 +74,9 @@ CASES = {
     ),
     "adapters, adapters off as reference": Case(lora={"r": 2}, dtype=torch.bfloat16),
     "prediction of text": Case(echo=TextPrediction(observation=1.0), tokens=150),
+    "most likely ids of a served teacher": Case(
+        served=True, kl={"estimator": "full_reverse", "top_k": 4, "top_k_of": "reference"}
+    ),
     "importance masks": Case(agent={"masks": Masks(importance=Importance(loss=0.5))}),
     "adapters, frozen copy": Case(
         lora={"r": 2}, kl={"reference": FrozenCopy()}, copies=True, iterations=2
@@ -114,6 +123,12 @@ class CopyingEngine(TransformersEngine):
         super().load_weights(version)
 
 
+@functools.cache
+def teacher() -> Server:
+    """Return this rank's server of another model than the policy."""
+    return Server(build_small_lm(seed=7, text=TEXT))
+
+
 def copied(bundle: ModelBundle) -> ModelBundle:
     """Return a bundle with weights of its own, adapters merged."""
     model = copy.deepcopy(bundle.model).eval()
@@ -143,9 +158,10 @@ def build(case: Case, models: list[Any] | None = None) -> AgentModule:
         if case.gradient_checkpointing:
             bundle.checkpoint_layers()
 
+    kl = case.kl | ({"reference": TeacherServer(urls=[teacher().url])} if case.served else {})
     agent = played_agents.build_agent(
         change=change,
-        loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1, **case.kl), echo=case.echo),
+        loss=UpdateLoss(kl=ReferenceKL(coefficient=0.1, **kl), echo=case.echo),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
         # weights that are sharded have their values by a pass
         update=UpdateSettings(tokens_per_forward=120, scoring="always"),
@@ -249,6 +265,7 @@ def run(rank: int, folder: str) -> None:
         "skipped": skip(rank, mesh),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    teacher().die()
     dist.destroy_process_group()
 
 
