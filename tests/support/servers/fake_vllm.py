@@ -88,7 +88,8 @@ class Server(ThreadingHTTPServer):
         # responses wait until so many requests have been under way at once
         self.together = 0
         self.lock = threading.Lock()
-        self.thread = threading.Thread(target=self.serve_forever, args=(0.005,))
+        # a test that fails in a process of its own may leave it running
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.005,), daemon=True)
         self.thread.start()
 
     @property
