@@ -1,9 +1,12 @@
-"""Provoke a collapse, report which diagnostic detects it first, and compare mitigations.
+"""Provoke a collapse, report which diagnostic detects it first, and compare mitigations and the parts of StarPO-S.
 
-All runs start from the same warm start and differ only in the actions of the collapse monitor. The result is
-`docs/collapse.md`.
+All runs of a seed start from the same warm start. The result is `docs/collapse.md`. Criteria, written before the runs:
+success of a run is lost if it stays below half of its mean over the first three iterations; the alarm that detects a
+collapse first is the one with the largest median of iterations before the loss, over the seeds without actions whose
+success is lost; a mitigation or a part removes the collapse if success is lost in at most one of five seeds, and
+without it in at least four.
 
-    python benchmarks/collapse.py run --out runs/collapse
+    python benchmarks/collapse.py run --out runs/collapse --seeds 5
     python benchmarks/collapse.py report --out runs/collapse
 """
 
@@ -20,9 +23,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from runner import ROOT, fit
+from runner import QUIET, ROOT, fit, is_finished
 
 from ragen_pl.callbacks.collapse import Alarm
 from ragen_pl.metrics.record import RecordReader
@@ -33,8 +37,20 @@ _ACT = (
     "callbacks.collapse.mitigation.clip_high=null",
 )
 PROBED = ("callbacks.diagnostics.probe_every_n_iterations=1",)
+# StarPO-S keeps a quarter of the groups (Wang et al. 2025, arXiv 2504.20073); its critic and loss without KL are common
+_FILTER = (
+    "algorithm.filter.keep._target_=ragen_pl.algorithms.group_filter.TopFraction",
+    "+algorithm.filter.keep.fraction=0.25", "+algorithm.filter.keep.minimum=1",
+    "update.minibatches=1",  # of as many episodes as without it
+)  # fmt: skip
+_CLIP = ("algorithm.loss.policy.clip_high=0.28",)
+NO_ACTIONS = "none"
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "none": (),
+    NO_ACTIONS: (),
+    "filter of StarPO-S": _FILTER,
+    "clip of StarPO-S": _CLIP,
+    "filter and clip of StarPO-S": (*_FILTER, *_CLIP),
+    "KL penalty from the start": ("algorithm.loss.kl.coefficient=1.0",),
     "a tenth of the learning rate": (*_ACT, "callbacks.collapse.mitigation.learning_rate_factor=0.1"),
     "KL penalty on": (*_ACT, "callbacks.collapse.mitigation.kl_coefficient=0.5"),
     "clip-higher, entropy target": (
@@ -58,58 +74,51 @@ class Run:
 
 
 def main() -> None:
-    """Run the variants or write the page."""
+    """Run the variants of each seed or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("run", "report"))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "collapse")
     parser.add_argument("--lr", type=float, default=7.5e-4)
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--groups", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--groups", type=int, default=16, help="groups of four episodes")
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "collapse.md")
     parser.add_argument("--overrides", nargs="+", default=(), help="further overrides of every run")
     args = parser.parse_args()
     out = args.out.absolute()
     collapsing = (
         f"optimizer.lr={args.lr:g}", "learning_rate_end=1.0", "algorithm.loss.kl.coefficient=0.0",
-        f"rollout.groups={args.groups}",
+        f"rollout.groups={args.groups}", "rollout.group_size=4", f"trainer.max_epochs={args.iterations}", *PROBED,
     )  # fmt: skip
-    if args.action == "run":
-        weights = out / "warm_start" / "warm_start.pt"
-        common = (
-            "env=frozenlake_visual",
-            "algorithm=trico",  # whose loss covers the thoughts
-            f"seed={args.seed}",
-            "callbacks.progress=null",
-            *args.overrides,
-        )
-        fit(
-            weights.parent,
-            *common,
-            "logger=none",
-            "trainer.max_epochs=0",
-            "validation.baselines=null",
-        )
-        for name, monitor in VARIANTS.items():
+    # its loss covers the thoughts
+    task = ("env=frozenlake_visual", "algorithm=trico", *args.overrides)
+    for seed in range(args.seeds) if args.action == "run" else ():
+        weights = out / str(seed) / "warm_start" / "warm_start.pt"
+        common = (*task, f"seed={seed}", *QUIET, "validation.baselines=null")
+        fit(weights.parent, *common, "trainer.max_epochs=0", "trainer.limit_val_batches=0")
+        for name, changes in VARIANTS.items():
             fit(
-                out / name, *common, *collapsing, *monitor, f"warm_start.weights={weights}", "logger=none",
-                f"trainer.max_epochs={args.iterations}", "trainer.check_val_every_n_epoch=10",
-                "validation.baselines=null", "validation.blank=false", "callbacks.trajectories=null",
-                *PROBED, "callbacks.collapse.good_every_n_iterations=1",
+                out / str(seed) / _folder(name), *common, *collapsing, *changes, f"warm_start.weights={weights}",
+                f"trainer.check_val_every_n_epoch={args.iterations}", "validation.blank=false", "callbacks.plots=null",
+                "callbacks.collapse.good_every_n_iterations=1",
             )  # fmt: skip
+    runs = {name: _ended(out, name) for name in VARIANTS}
     write_page(
-        {name: read(out / name) for name in VARIANTS if (out / name / "metrics.json").exists()},
-        alarms=alarms_of(out / "none"),
+        {name: found for name, found in runs.items() if found},
+        alarms=alarms_of(out / "0" / _folder(NO_ACTIONS)),
         page=args.page,
-        command=" ".join(
-            (
-                "python -m ragen_pl.fit env=frozenlake_visual algorithm=trico",
-                *collapsing,
-                f"trainer.max_epochs={args.iterations}",
-                *PROBED,
-            )
-        ),
+        command=" ".join(("python -m ragen_pl.fit", *task, *collapsing)),
     )
+
+
+def _folder(variant: str) -> str:
+    return variant.replace(",", "").replace(" ", "_")
+
+
+def _ended(out: Path, variant: str) -> dict[int, Run]:
+    """Return the runs of a variant that have ended, by seed."""
+    folders = {int(seed.name): seed / _folder(variant) for seed in out.glob("[0-9]*")}
+    return {seed: read(folders[seed]) for seed in sorted(folders) if is_finished(folders[seed])}
 
 
 def read(folder: Path) -> Run:
@@ -161,61 +170,72 @@ def failure(diagnostics: Mapping[int, Diagnostics]) -> int | None:
 
 
 def write_page(
-    runs: Mapping[str, Run], *, alarms: Mapping[str, Alarm], page: Path, command: str
+    runs: Mapping[str, Mapping[int, Run]],
+    *,
+    alarms: Mapping[str, Alarm],
+    page: Path,
+    command: str,
 ) -> None:
-    """Write the page and its image."""
-    baseline = runs["none"]
-    failed = failure(baseline.diagnostics)
+    """Write the page and its image.
+
+    Args:
+        runs: Runs of each variant by seed; those of `NO_ACTIONS` are the collapse.
+        alarms: Alarms of the monitor by name.
+        page: Page to write.
+        command: Command of the collapse.
+    """
+    collapses = runs[NO_ACTIONS]
+    losses = {seed: failure(run.diagnostics) for seed, run in collapses.items()}
+    lost = {seed: at for seed, at in losses.items() if at is not None}
     rows = []
     for name, alarm in alarms.items():
-        at = first_trip(alarm, baseline.diagnostics)
-        ahead = "" if at is None or failed is None else f"{failed - at:+d}"
+        trips = {seed: first_trip(alarm, run.diagnostics) for seed, run in collapses.items()}
+        leads = [lost[seed] - at for seed, at in trips.items() if at is not None and seed in lost]
+        before = sum(lead > 0 for lead in leads)
         limit = f"below {alarm.below:g}" if alarm.below is not None else f"above {alarm.above:g}"
-        rows.append(
-            (
-                at or 10**6,
-                f"| `{name}` | `{alarm.diagnostic}` {limit} | {at or 'never'} | {ahead} |",
-            )
-        )
-    last = max(baseline.diagnostics)
-    alarm_rows = "\n".join(row for _, row in sorted(rows, key=lambda row: row[0]))
-    action_rows = "\n".join(
-        f"| {name} | {run.success:.3f} | {run.last.get('think_accuracy', float('nan')):.2f} | "
-        f"{run.last['valid_actions']:.2f} | {_event_text(run.events)} |"
-        for name, run in runs.items()
-    )
+        # a seed without an alarm has none ahead
+        median = np.median([*leads, *[-np.inf] * (len(lost) - len(leads))]) if lost else -np.inf
+        ahead = f"{median:+g}" if np.isfinite(median) else ""
+        row = f"| `{name}` | `{alarm.diagnostic}` {limit} | {_listed(trips)} | {before} of {len(lost)} | {ahead} |"
+        rows.append((-median, row))
     image = page.with_name("collapse.png")
-    draw(runs, failed=failed, file=image)
-    outcome = (
-        f"Sampled success stays below half of its first values from iteration {failed}."
-        if failed
-        else f"Sampled success does not stay below half of its first values within {last} iterations."
-    )
+    draw(runs, lost=lost, file=image)
     page.write_text(
         _PAGE.format(
             command=command,
-            outcome=outcome,
-            alarm_rows=alarm_rows,
-            action_rows=action_rows,
+            seeds=len(collapses),
+            lost=len(lost),
+            iterations=_listed(losses),
+            alarm_rows="\n".join(row for _, row in sorted(rows, key=lambda row: row[0])),
+            variant_rows="\n".join(_variant_row(name, of_seeds) for name, of_seeds in runs.items()),
             image=image.name,
-        )
+        ),
+        encoding="utf-8",
     )
     print(page)
 
 
-def _event_text(events: list[dict[str, Any]]) -> str:
-    texts = [
-        f"{event['iteration']}: {', '.join(event['alarms'])}"
-        + (" (stopped the run)" if any("stopped" in done for done in event["done"]) else "")
-        for event in events
-    ]
-    return "; ".join(texts) or "none"
+def _listed(iterations: Mapping[int, int | None]) -> str:
+    """Return the iteration of each seed as text."""
+    return ", ".join("never" if at is None else str(at) for at in iterations.values())
 
 
-def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
-    """Draw the diagnostics of the run without actions, and the success of all runs."""
+def _variant_row(name: str, runs: Mapping[int, Run]) -> str:
+    success = [run.success for run in runs.values()]
+    losses = {seed: failure(run.diagnostics) for seed, run in runs.items()}
+    known = [run.last["think_accuracy"] for run in runs.values() if "think_accuracy" in run.last]
+    accuracy = f"{np.mean(known):.2f}" if known else ""
+    valid = np.mean([run.last["valid_actions"] for run in runs.values()])
+    stopped = sum("stopped" in str(event["done"]) for run in runs.values() for event in run.events)
+    return (
+        f"| {name} | {', '.join(f'{value:.3f}' for value in success)} | {np.mean(success):.3f} | {_listed(losses)} | "
+        f"{accuracy} | {valid:.2f} | {stopped} |"
+    )
+
+
+def draw(runs: Mapping[str, Mapping[int, Run]], *, lost: Mapping[int, int], file: Path) -> None:
+    """Draw the diagnostics of the collapse, and the success of all variants, as means over the seeds."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    baseline = runs["none"].diagnostics
     for name in (
         "think_accuracy",
         "mutual_information_share",
@@ -223,19 +243,14 @@ def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
         "entropy",
         "success",
     ):
-        values = {at: diagnostic[name] for at, diagnostic in baseline.items() if name in diagnostic}
-        left.plot(list(values), list(values.values()), label=name)
-    if failed:
-        left.axvline(failed, color="grey", linestyle=":")
-    left.set(title="diagnostics without actions", xlabel="iteration", ylim=(-0.05, 1.05))
+        left.plot(*_mean_curve(runs[NO_ACTIONS], name), label=name)
+    for at in lost.values():
+        left.axvline(at, color="grey", linestyle=":", linewidth=0.8)
+    left.set(title="diagnostics of the collapse", xlabel="iteration", ylim=(-0.05, 1.05))
     left.legend(fontsize=8)
-    for name, run in runs.items():
-        right.plot(
-            list(run.diagnostics),
-            [diagnostic["success"] for diagnostic in run.diagnostics.values()],
-            label=name,
-        )
-    right.set(title="sampled success by action", xlabel="iteration")
+    for name, of_seeds in runs.items():
+        right.plot(*_mean_curve(of_seeds, "success"), label=name)
+    right.set(title="sampled success", xlabel="iteration")
     right.legend(fontsize=8)
     for axis in (left, right):
         axis.grid(alpha=0.3)
@@ -243,32 +258,47 @@ def draw(runs: Mapping[str, Run], *, failed: int | None, file: Path) -> None:
     plt.close(figure)
 
 
+def _mean_curve(runs: Mapping[int, Run], name: str) -> tuple[list[int], list[float]]:
+    """Return the iterations in which some seeds have a diagnostic, and its mean over those."""
+    values: dict[int, list[float]] = {}
+    for run in runs.values():
+        for at, diagnostics in run.diagnostics.items():
+            if name in diagnostics:
+                values.setdefault(at, []).append(diagnostics[name])
+    iterations = sorted(values)
+    return iterations, [float(np.mean(values[at])) for at in iterations]
+
+
 _PAGE = """# A provoked collapse
 
-Generated by `python benchmarks/collapse.py run`. The default run with half of its episodes per iteration, a high
-constant learning rate, no KL penalty and no filter, from the usual warm start, with probes in every iteration:
+Generated by `python benchmarks/collapse.py run`, whose docstring has the criteria. The default environment with half of
+its episodes per iteration, `algorithm=trico`, a high constant learning rate, no KL penalty and no filter, from the
+usual warm start, with probes in every iteration:
 
 ```
 {command}
 ```
 
-{outcome}
+Sampled success stays below half of its first values in {lost} of {seeds} seeds, from the iteration {iterations}.
 
-![Diagnostics, and success by mitigation]({image})
+![Diagnostics, and sampled success by variant]({image})
 
-The iteration in which each alarm of `conf/callbacks/default.yaml` trips (with its patience, without the first
-`grace` iterations), and how many iterations this is before success is lost:
+The iteration in which each alarm of `conf/callbacks/default.yaml` trips by seed (with its patience, without the first
+`grace` iterations), in how many of the seeds that is before success is lost, and how many iterations (median of those
+seeds):
 
-| alarm | limit | iteration | ahead |
-|---|---|---|---|
+| alarm | limit | iteration | before the loss | ahead |
+|---|---|---|---|---|
 {alarm_rows}
 
-Results of the monitor's actions from the same initial weights (greedy success on the held-out validation set after
-the last iteration, and the alarms that led to an action, by iteration):
+Variants from the same initial weights: none, parts of StarPO-S and a KL penalty from the start, and actions of the
+monitor. Greedy success on the held-out validation set after the last iteration by seed, the iteration from which
+sampled success is lost, and of the last iteration the accuracy of the thoughts and the share of valid actions. The
+monitor ends a run whose rollbacks did not help:
 
-| action | success | think accuracy | valid actions | alarms |
-|---|---|---|---|---|
-{action_rows}
+| variant | success by seed | mean | success is lost | think accuracy | valid actions | runs ended by the monitor |
+|---|---|---|---|---|---|---|
+{variant_rows}
 """
 
 

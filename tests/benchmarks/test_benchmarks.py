@@ -3,9 +3,11 @@
 import json
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,22 +190,15 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
         (0.4, 1.0, 1.0, 0.2), (0.5, 0.4, 1.0, 0.2), (0.4, 0.3, 0.4, 0.2),
         (0.1, 0.2, 0.4, 0.3), (0.3, 0.1, 0.3, 0.3), (0.1, 0.0, 0.1, 0.3),
     ]  # fmt: skip
+
+    def run_of(rows: Sequence[Sequence[float]], *events: dict) -> Any:
+        diagnostics = {at: dict(zip(columns, row, strict=True)) for at, row in enumerate(rows, 1)}
+        return collapse.Run(diagnostics=diagnostics, events=[*events], success=rows[-1][0])
+
+    stopped = {"iteration": 2, "alarms": ["think_accuracy"], "done": ["stopped the run"]}
     runs = {
-        name: collapse.Run(
-            diagnostics={
-                at: dict(zip(columns, row, strict=True)) for at, row in enumerate(rows, 1)
-            },
-            events=events,
-            success=rows[-1][0],
-        )
-        for name, rows, events in (
-            ("none", collapsing, []),
-            (
-                "KL penalty on",
-                collapsing[:2],
-                [{"iteration": 2, "alarms": ["think_accuracy"], "done": ["stopped the run"]}],
-            ),
-        )
+        "none": {0: run_of(collapsing), 1: run_of(collapsing[:4]), 2: run_of(collapsing[:2])},
+        "KL penalty on": {0: run_of(collapsing[:2], stopped)},
     }
     alarms = {
         "format": Alarm(diagnostic="valid_actions", below=0.5, patience=2),
@@ -213,10 +208,11 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     page = tmp_path / "collapse.md"
     collapse.write_page(runs, alarms=alarms, page=page, command="fit")
     text = page.read_text()
-    assert "from iteration 6." in text  # it exceeds half again in iteration 5
-    truth = "| `think_accuracy` | `think_accuracy_ratio` below 0.5 | 2 | +4 |"
-    form = "| `format` | `valid_actions` below 0.5 | 4 | +2 |"
-    never = "| `entropy` | `entropy` below 0.1 | never |  |"
+    # it exceeds half again in iteration 5; the second run ends before, the third does not collapse
+    assert "in 2 of 3 seeds, from the iteration 6, 4, never." in text
+    truth = "| `think_accuracy` | `think_accuracy_ratio` below 0.5 | 2, 2, 2 | 2 of 2 | +3 |"
+    form = "| `format` | `valid_actions` below 0.5 | 4, 4, never | 1 of 2 | +1 |"
+    never = "| `entropy` | `entropy` below 0.1 | never, never, never | 0 of 2 |  |"
     assert 0 < text.index(truth) < text.index(form) < text.index(never)
-    assert "| KL penalty on | 0.500 | nan | 1.00 | 2: think_accuracy (stopped the run) |" in text
+    assert "| KL penalty on | 0.500 | 0.500 | never |  | 1.00 | 1 |" in text
     assert (tmp_path / "collapse.png").stat().st_size > 1000
