@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HOLDS, NOT, UNKNOWN = "holds", "does not hold", "cannot be told"
 _SET = "held_out"
+_OPEN = "**Open**: no run of the two arms that decide has ended."
 
 
 def verdict(difference: Estimate, criterion: Criterion, *, seeds: int) -> str:
@@ -45,6 +46,8 @@ def write_report(
 ) -> None:
     """Write the page, and the curves of each finding beside it.
 
+    A finding without runs in `out` keeps its results from the page, as where they were made on another machine.
+
     Args:
         findings: The findings by name.
         cells: Returns the runs of a finding.
@@ -52,17 +55,34 @@ def write_report(
         page: Page to write.
     """
     sections, rows = [], []
+    kept = _kept_results(page.read_text(encoding="utf-8")) if page.exists() else {}
     for name, finding in findings.items():
         runs: dict[str, dict[int, Cell]] = {}
         for cell in cells(name, seeds=_seeds_in(out / name)):
             if is_finished(cell.folder(out)):
                 runs.setdefault(cell.arm, {})[cell.seed] = cell
-        result, body = _results(name, finding, runs, out=out, page=page)
+        result, body = (
+            _results(name, finding, runs, out=out, page=page)
+            if runs
+            else kept.get(name, ("open", [_OPEN]))
+        )
         rows.append(f"| [{name}](#{name}) | {finding.question} | {result} |")
         sections.append("\n\n".join([f"## {name}", _claim(name, finding), *body]))
     head = "| finding | question | verdict |\n|---|---|---|\n" + "\n".join(rows)
     page.write_text("\n\n".join([_INTRODUCTION, head, *sections]) + "\n", encoding="utf-8")
     print(page)
+
+
+def _kept_results(page: str) -> dict[str, tuple[str, list[str]]]:
+    """Return the verdict of each finding on a page that was written before, and the blocks below its claim."""
+    kept = {}
+    for section in page.split("\n## ")[1:]:
+        name, _, text = section.partition("\n")
+        _, found, results = text.partition("\n\n**")
+        if found:
+            verdict = results.partition("**")[0]
+            kept[name] = (verdict[0].lower() + verdict[1:], [f"**{results.strip()}"])
+    return kept
 
 
 def _seeds_in(folder: Path) -> int:
@@ -100,7 +120,7 @@ def _results(
             sides = [[str(side[seed].folder(out)) for seed in seeds] for side in (runs[arm], base)]
             found[arm] = compare(*sides, question)
     if criterion.more not in found:
-        return "open", ["**Open**: no run of the two arms that decide has ended."]
+        return "open", [_OPEN]
     decided = found[criterion.more]
     difference = decided.metrics[criterion.metric].difference
     result = verdict(difference, criterion, seeds=len(decided.sides[0]))

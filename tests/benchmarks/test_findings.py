@@ -117,3 +117,8 @@ def test_a_finding_is_run_once_and_reported(
     assert "| [later](#later) | And later? | open |" in text
     assert "16 episodes from" in text and "| two epochs | 1 | " in text
     assert (tmp_path / "findings_tiny.png").stat().st_size > 1000
+    # on another machine, which has other findings' runs or none
+    declared["tiny"] = replace(tiny, remark="A remark.")
+    report.write_report(declared, findings.cells, out=tmp_path / "none", page=page)
+    again = page.read_text()
+    assert again.replace("- A remark.\n", "") == text and again != text
