@@ -4,10 +4,11 @@ Criterion, written before the runs: the teacher helps if success of `opd` less t
 episodes is at least 0.02, with an interval above 0; three seeds. The policy begins with demonstrations that ignore
 holes. Its teacher has learned a solver's, on lakes that are shown as the text of `describe()`.
 
-Two further arms are compared with `opd` in the same way, with a criterion that was written before their runs: a gain is
-a difference of at least 0.02 with an interval above 0, harm an interval below 0, and none is all else. `weights` weighs
-the divergence by turn and by confidence (`DivergenceWeights`, factor 0.9 a turn). `blend` gives way to the loss of
-`rloo` in 12 iterations (`BlendTeacher`).
+Further arms are compared with `opd` in the same way, with a criterion that was written before their runs: a gain is a
+difference of at least 0.02 with an interval above 0, harm an interval below 0, and none is all else. `weights` weighs
+the divergence by turn and by confidence (`DivergenceWeights`, factor 0.9 a turn). `reward` adds the loss of `rloo`, and
+`blend` gives way to it in 12 iterations (`BlendTeacher`). `sampled` has the teacher's log-probs of the sampled tokens
+alone (`TeacherRatio`).
 
     python benchmarks/hints.py --out /tmp/hints
     python -m ragen_pl.compare 'run=[/tmp/hints/opd/0,…]' 'with=[/tmp/hints/rloo/0,…]'
@@ -37,6 +38,10 @@ _HINT = (
     "+algorithm.loss.kl.hint._target_=ragen_pl.prompts.hint.Hint", "+algorithm.loss.kl.hint.template='{state}'",
     "+algorithm.loss.kl.hint.shows_images=false",
 )  # fmt: skip
+_REWARD = (
+    "algorithm.loss.policy_coefficient=1.0",
+    "algorithm.estimator._target_=ragen_pl.algorithms.advantages.group.LeaveOneOut",
+)
 _ARMS = {
     "rloo": ("algorithm=rloo", "algorithm.loss.kl.coefficient=0.0", "algorithm.loss.kl.reference=null"),
     "opd": ("algorithm=opd", *_HINT),
@@ -44,10 +49,15 @@ _ARMS = {
         "algorithm=opd", *_HINT,
         "algorithm.loss.kl.weights={_target_: ragen_pl.algorithms.kl.DivergenceWeights, turn_decay: 0.9}",
     ),
+    "reward": ("algorithm=opd", *_HINT, *_REWARD),
     "blend": (
-        "algorithm=opd", *_HINT, "algorithm.loss.policy_coefficient=1.0",
-        "algorithm.estimator._target_=ragen_pl.algorithms.advantages.group.LeaveOneOut",
+        "algorithm=opd", *_HINT, *_REWARD,
         "callbacks.blend={_target_: ragen_pl.callbacks.blend.BlendTeacher, iterations: 12}",
+    ),
+    "sampled": (
+        "algorithm=opd", *_HINT, "algorithm.loss.policy_coefficient=1.0", "algorithm.loss.kl.place=reward",
+        "algorithm.loss.kl.estimator=k1",
+        "algorithm.estimator._target_=ragen_pl.algorithms.advantages.teacher_ratio.TeacherRatio",
     ),
 }  # fmt: skip
 
