@@ -255,6 +255,26 @@ FINDINGS: dict[str, Finding] = {
         criterion=Criterion(more="8 turns", less="32 turns"),
         iterations=16,
     ),
+    "horizon_discount": Finding(
+        question="Do a discount and a decay of the traces by turns help at a long horizon?",
+        claim="Bi-level GAE has a discount by turns; what it does at a long horizon is not published.",
+        source=_VAGEN,
+        task="frozenlake_visual",
+        overrides=("algorithm=trico", *_NO_KL),
+        arms={
+            f"discount {gamma}, decay {lam}": (
+                f"algorithm.estimator.gamma_turn={gamma}", f"algorithm.estimator.lam_turn={lam}",
+            )
+            for gamma in (0.9, 1.0) for lam in (0.7, 1.0)
+        },
+        # those of 32 turns, as in the finding before
+        starts=dict.fromkeys(
+            (f"discount {gamma}, decay {lam}" for gamma in (0.9, 1.0) for lam in (0.7, 1.0)),
+            ("env.kwargs.size=5", "env.kwargs.min_distance=4", "env.max_turns=32"),
+        ),
+        criterion=Criterion(more="discount 0.9, decay 0.7", less="discount 1.0, decay 1.0"),
+        iterations=16,
+    ),
     "trico_parts": Finding(
         question="Which part of TRICO helps: its masks, or credit by turns?",
         claim="Selective masks and bi-level GAE together are better than StarPO.",
