@@ -88,6 +88,20 @@ class Cycle:
         return _action(env, next(effective, names[0]))
 
 
+def _before_the_decision(desk: Any, rng: np.random.Generator) -> str | None:
+    """Return what comes before a decision, or what the customer says in the customer's seat; None if all is known."""
+    from .support_desk_policy import Rule
+
+    if desk.to_move() == desk.user_seat:
+        return str(desk.optimal_action(rng))
+    request = desk.requests[desk.at]
+    if not request.found:
+        return call_text("find", item=request.item)
+    if Rule.CODE in desk.policy and not request.heard_code:
+        return call_text("say", text=str(Rule.CODE))
+    return None
+
+
 class GrantAll:
     """Clerk at the support desk who grants every request, whatever the policy forbids.
 
@@ -101,13 +115,9 @@ class GrantAll:
         from .support_desk_policy import MOVED, REFUNDED, Rule
 
         desk: Any = env.unwrapped
-        if desk.to_move() == desk.user_seat:
-            return str(desk.optimal_action(rng))
+        if (preparation := _before_the_decision(desk, rng)) is not None:
+            return preparation
         request = desk.requests[desk.at]
-        if not request.found:
-            return call_text("find", item=request.item)
-        if Rule.CODE in desk.policy and not request.heard_code:
-            return call_text("say", text=str(Rule.CODE))
         order = _order(desk, request)
         if request.city:
             if desk.tables.cities.get(order.id) == request.city:
@@ -133,13 +143,9 @@ class RefuseAll:
         from .support_desk_policy import REFUSED, Rule
 
         desk: Any = env.unwrapped
-        if desk.to_move() == desk.user_seat:
-            return str(desk.optimal_action(rng))
+        if (preparation := _before_the_decision(desk, rng)) is not None:
+            return preparation
         request = desk.requests[desk.at]
-        if not request.found:
-            return call_text("find", item=request.item)
-        if Rule.CODE in desk.policy and not request.heard_code:
-            return call_text("say", text=str(Rule.CODE))
         known = [rule for rule in desk.policy if rule is not Rule.USED]
         fitting = [rule for rule in known if (rule is Rule.SENT) == (request.city is not None)]
         return call_text("say", text=f"{REFUSED} {(fitting or known or list(Rule))[0]}")
