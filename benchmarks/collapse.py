@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +93,16 @@ def main() -> None:
     )  # fmt: skip
     # its loss covers the thoughts
     task = ("env=frozenlake_visual", "algorithm=trico", *args.overrides)
-    for seed in range(args.seeds) if args.action == "run" else ():
+    # all seeds of a variant before the next one
+    for name, seed in product(VARIANTS, range(args.seeds)) if args.action == "run" else ():
         weights = out / str(seed) / "warm_start" / "warm_start.pt"
         common = (*task, f"seed={seed}", *QUIET, "validation.baselines=null")
         fit(weights.parent, *common, "trainer.max_epochs=0", "trainer.limit_val_batches=0")
-        for name, changes in VARIANTS.items():
-            fit(
-                out / str(seed) / _folder(name), *common, *collapsing, *changes, f"warm_start.weights={weights}",
-                f"trainer.check_val_every_n_epoch={args.iterations}", "validation.blank=false", "callbacks.plots=null",
-                "callbacks.collapse.good_every_n_iterations=1",
-            )  # fmt: skip
+        fit(
+            out / str(seed) / _folder(name), *common, *collapsing, *VARIANTS[name], f"warm_start.weights={weights}",
+            f"trainer.check_val_every_n_epoch={args.iterations}", "validation.blank=false", "callbacks.plots=null",
+            "callbacks.collapse.good_every_n_iterations=1",
+        )  # fmt: skip
     runs = {name: _ended(out, name) for name in VARIANTS}
     write_page(
         {name: found for name, found in runs.items() if found},
