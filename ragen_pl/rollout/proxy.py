@@ -8,7 +8,7 @@ the order in which responses finish change no trajectory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -133,7 +133,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 finally:
                     self.environments.close(slots)
                 attempts.end(batch, episodes)
-        trajectories = attempts.trajectories
+        trajectories = _with_seats(attempts.trajectories)
         self.failure_log.note(trajectories)
         if progress is not None:
             progress(len(episode_specs), len(episode_specs))
@@ -143,7 +143,6 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         self, slots: Sequence[EnvironmentSlot], responder: Responder, seed_key: Sequence[int | str]
     ) -> list[Episode]:
         episodes, truncation = [], self.truncation
-        _agree_on_seats(slots)
         for number, slot in enumerate(slots):
             manager = self.environments.of(slot)
             starts = [
@@ -369,16 +368,40 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         return is_turn
 
 
-def _agree_on_seats(slots: Sequence[EnvironmentSlot]) -> None:
-    """Give slots whose reset failed the number of seats of the others.
+def _with_seats(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the trajectories of a rollout, with one for each seat of an episode whose reset failed.
+
+    How many seats it has is known from the other episodes only, whichever environments were open beside it.
 
     Raises:
         RolloutError: They differ, so that the groups of some would have the numbers of others.
     """
-    found = sorted({slot.seats for slot in slots if slot.error is None})
-    if len(found) > 1:
+    known = {one.seats for one in trajectories if one.seats > 1 or one.turns}
+    if len(known) > 1:
+        found = " and ".join(map(str, sorted(known)))
         raise RolloutError(
-            f"environments of one rollout have {' and '.join(map(str, found))} seats; give all of them as many"
+            f"environments of one rollout have {found} seats; give all of them as many"
         )
-    for slot in slots:
-        slot.seats = found[0] if found else slot.seats
+    seats = max(known, default=1)
+    return [
+        of_seat
+        for one in trajectories
+        for of_seat in ([one] if one.seats == seats else _of_each_seat(one, seats))
+    ]
+
+
+def _of_each_seat(failed: Trajectory, seats: int) -> list[Trajectory]:
+    """Return a trajectory without turns for each seat; the first one has the earlier attempts."""
+    return [
+        replace(
+            failed,
+            group=seats * failed.group + seat,
+            seat=seat,
+            seats=seats,
+            turns=[],
+            user_errors=[],
+            final_images=[],
+            failed_after=() if seat else failed.failed_after,
+        )
+        for seat in range(seats)
+    ]

@@ -316,6 +316,31 @@ def test_a_game_whose_environment_fails_fails_for_both_seats(monkeypatch):
     assert all("gone" in one.error for one in failed)
 
 
+class Unplayable(KuhnPoker):
+    """Has no cards for the games of a group."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed == 1:
+            raise ValueError("no cards")
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("num_envs", [512, 3, 1])
+def test_a_game_that_cannot_begin_has_its_seats_whichever_games_are_open_beside_it(num_envs):
+    played = play(
+        f"{__name__}.Unplayable",
+        RandomPolicy(),
+        failures=FailureSettings(attempts=1),
+        num_envs=num_envs,
+    )
+    failed = [one for one in played if one.status is EpisodeStatus.FAILED]
+    assert [(one.group, one.seat, one.member) for one in failed] == [
+        (2 + seat, seat, member) for member in range(3) for seat in (0, 1)
+    ]
+    usable = usable_episodes(played, FailureSettings())
+    assert (usable.count, usable.failed, usable.dropped_groups) == (18, 6, 2)
+
+
 def test_a_cut_game_has_no_winner_and_keeps_the_last_prompt_of_each_seat(lm):
     context = ContextManager(lm)
     played = proxy_of(
@@ -377,9 +402,10 @@ class Changing(KuhnPoker):
         return super().reset(seed=seed, options={"held_out": bool(seed % 2)})
 
 
-def test_games_with_different_numbers_of_seats_are_refused():
+@pytest.mark.parametrize("num_envs", [512, 1])
+def test_games_with_different_numbers_of_seats_are_refused(num_envs):
     with pytest.raises(RolloutError, match="environments of one rollout have 1 and 2 seats"):
-        play(f"{__name__}.Changing", RandomPolicy())
+        play(f"{__name__}.Changing", RandomPolicy(), num_envs=num_envs)
 
 
 class Unequal(KuhnPoker):
