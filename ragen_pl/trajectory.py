@@ -375,6 +375,8 @@ class Trajectory:
         environment: Name of the environment in a mixture; None where there is one environment.
         seat: The seat whose turns these are.
         seats: Number of seats of the game; 1 in an environment without several.
+        seat_success: Whether each seat has solved its task, those without a turn too; empty where there is one seat, or
+            no step has said so.
         opponent: Name of the earlier policy in the other seats, see `Opponents`; None where they are the present
             policy's, or there are none.
         user_errors: Errors in each turn of the episode's simulated user, who may have another seat; empty without one.
@@ -402,6 +404,7 @@ class Trajectory:
     environment: str | None = None
     seat: int = 0
     seats: int = 1
+    seat_success: list[bool] = field(default_factory=list)
     opponent: str | None = None
     user_errors: list[list[str]] = field(default_factory=list)
     is_user: bool = False
@@ -410,6 +413,7 @@ class Trajectory:
         # as in `Turn`
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
         added |= {"seat": 0, "seats": 1, "opponent": None, "user_errors": [], "is_user": False}
+        added |= {"seat_success": []}
         added |= dict.fromkeys(("final_roles", "final_state_key", "final_potential", "environment"))
         for name, value in (added | state[1]).items():
             setattr(self, name, value)

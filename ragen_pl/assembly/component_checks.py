@@ -103,7 +103,11 @@ def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[A
                 "an engine that has a model of its own": engine is not None and not engine.in_place,
             }
             (environment,) = [*environments.values()][:1]
-            opponents.check(seats=EnvironmentMembers(environment).seats, others=unsupported)
+            opponents.check(
+                seats=EnvironmentMembers(environment).seats,
+                groups=cfg.rollout.groups,
+                others=unsupported,
+            )
         for name, alone in environment_configs(cfg).items():
             instantiate(alone.get("curriculum"), _convert_="all")
             rewards = build_named(alone.algorithm.get("rewards"))

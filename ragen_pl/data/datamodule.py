@@ -107,7 +107,7 @@ class RolloutDataModule(MinibatchDataModule):
                 "algorithm.filter.resample": self.group_filter.resample,
                 "env=mixture": mixture is not None,
             }
-            opponents.check(seats=None, others=others)
+            opponents.check(seats=None, groups=self.settings.groups, others=others)
         self.opponents = opponents
         self.proxy, self.validation_sets = proxy, list(validation_sets)
         self.seed = seed

@@ -25,7 +25,7 @@ from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.rollout_module import RolloutModule
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import RolloutEngine
-from ragen_pl.metrics.rollout import RolloutStatistics, user_metrics
+from ragen_pl.metrics.rollout import RolloutStatistics, episode_metrics
 from ragen_pl.rollout.responders import Responder, Response
 from ragen_pl.rollout.turns import Episode
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
@@ -119,31 +119,40 @@ class Opponents:
             )
         self.pool: list[Opponent] = []
         """Opponents, those of files first, then snapshots from the oldest to the newest."""
-        # of the present iteration: its opponent, number of groups of games, and the games against it with their score
+        # of the present iteration: its number and opponent, number of groups of games, and the games against it with
+        # their score
+        self._iteration = 0
         self._present: Opponent | None = None
         self._groups = 1
         self._games, self._score = 0.0, 0.0
-        self._user_metrics: dict[str, float] = {}
+        self._episode_metrics: dict[str, float] = {}
 
     def add_file(self, weights: dict[str, Tensor]) -> None:
         """Add the weights of the next of `files`."""
         self.pool.append(Opponent(name=f"file_{len(self.pool)}", weights=weights))
 
-    def check(self, *, seats: int | None, others: Mapping[str, object]) -> None:
+    def check(self, *, seats: int | None, groups: int, others: Mapping[str, object]) -> None:
         """Check that a run can have opponents.
 
         Args:
             seats: Number of seats that the policy plays in training; None if it is not known yet.
+            groups: Number of groups of games of a rollout.
             others: Settings that opponents do not work with, by key; those that are off are false.
 
         Raises:
-            ValueError: The policy has one seat, another setting is on, or one of `files` is missing.
+            ValueError: The policy has one seat, no group is played against an opponent, another setting is on, or one
+                of `files` is missing.
         """
         if seats == 1:
             raise ValueError(_ONE_SEAT)
         if seats is not None and self.seat is not None and self.seat >= seats:
             raise ValueError(
                 f"opponents.seat={self.seat}: the environment has seats={seats}; give one from 0 to {seats - 1}"
+            )
+        if not self._games_before(groups):
+            raise ValueError(
+                f"opponents.fraction={self.fraction:g}: is less than one of rollout.groups={groups}, so no game would "
+                "be played against an opponent; raise one of them"
             )
         wrong = next((key for key, value in others.items() if value), None)
         if wrong is not None:
@@ -175,7 +184,7 @@ class Opponents:
                 del self.pool[len(self.files)]
         offset = derive_seed(seed, "opponent", iteration) / 2**48
         (number,) = drawn_tasks(self.probabilities(), draws=1, offset=offset)
-        self._present, self._groups = self.pool[number], groups
+        self._iteration, self._present, self._groups = iteration, self.pool[number], groups
         return self._present.weights
 
     def probabilities(self) -> list[float]:
@@ -195,11 +204,18 @@ class Opponents:
             game: Number of the group of games.
             seats: Number of seats of a game.
         """
-        # less the noise of a product
-        before, after = (int(self.fraction * (game % self._groups + n) + 1e-9) for n in (0, 1))
-        if after == before:
+        number = game % self._groups
+        before = self._games_before(number)
+        if self._games_before(number + 1) == before:
             return None
+        # an odd number of games would have one seat more often in every iteration
+        before += self._iteration * self._games_before(self._groups)
         return before % seats if self.seat is None else self.seat
+
+    def _games_before(self, group: int) -> int:
+        """Return how many of the groups before one are played against an opponent."""
+        # less the noise of a product
+        return int(self.fraction * group + 1e-9)
 
     def responder(self, policy: Responder, opponent: Responder) -> OpponentResponder:
         """Return the responder of a rollout of the present policy and of the iteration's opponent."""
@@ -217,11 +233,12 @@ class Opponents:
             RolloutError: The environment has one seat.
         """
         assert self._present is not None
-        if any(one.seats == 1 for one in played):
+        if any(one.seats == 1 and one.status is not EpisodeStatus.FAILED for one in played):
             raise RolloutError(_ONE_SEAT)
         found: list[Trajectory] = []
         for one in played:
-            seat = self.seat_of(one.game, seats=one.seats)
+            # where all episodes have failed, how many seats they have may not be known
+            seat = None if one.seats == 1 else self.seat_of(one.game, seats=one.seats)
             if seat is not None:
                 one.opponent = self._present.name
             if seat in (None, one.seat):
@@ -238,18 +255,17 @@ class Opponents:
             played: All trajectories of this rank, those of the opponent too.
         """
         assert self._present is not None
-        games: dict[tuple[int, int], list[Trajectory]] = {}
-        for one in played:
-            if one.status is not EpisodeStatus.FAILED:
-                games.setdefault((one.game, one.member), []).append(one)
-        seats = {key: self.seat_of(key[0], seats=game[0].seats) for key, game in games.items()}
-        scores = [_score(seat, games[key]) for key, seat in seats.items() if seat is not None]
+        games = {
+            (one.game, one.member): one for one in played if one.status is not EpisodeStatus.FAILED
+        }
+        seats = [(self.seat_of(one.game, seats=one.seats), one) for one in games.values()]
+        scores = [_score(seat, one.seat_success) for seat, one in seats if seat is not None]
         counts = torch.tensor([len(scores), sum(scores)], dtype=torch.float64)
         self._games, self._score = sum_over_ranks(counts).tolist()
-        # of all episodes, those in which the policy had no turn too
+        # of all episodes, those that the opponent has ended, and those in which the policy had no turn
         statistics = RolloutStatistics()
         statistics.update(played)
-        self._user_metrics = user_metrics(statistics.compute())
+        self._episode_metrics = episode_metrics(statistics.compute())
         if self._games:
             rate, before = self._score / self._games, self._present.win_rate
             keeps = 0.0 if before is None else self.decay
@@ -258,9 +274,9 @@ class Opponents:
     def metrics(self) -> dict[str, float]:
         """Return the games against the iteration's opponent, the win rate in them and that against each of the pool.
 
-        Those of a simulated user are of all episodes, whoever plays it.
+        Those of a simulated user and those that the environment names are of all episodes, whoever plays a seat.
         """
-        metrics = {"opponent_games": self._games, **self._user_metrics}
+        metrics = {"opponent_games": self._games, **self._episode_metrics}
         if self._games:
             metrics["opponent_win_rate"] = self._score / self._games
         rates = {one.name: one.win_rate for one in self.pool if one.win_rate is not None}
@@ -299,15 +315,12 @@ class Opponents:
         ]
 
 
-def _score(seat: int, trajectories: Sequence[Trajectory]) -> float:
-    """Return the score of a game for the player of a seat; a seat that had no turn has no trajectory."""
-    own = [one.success for one in trajectories if one.seat == seat]
-    others = [one.success for one in trajectories if one.seat != seat]
-    # of a game that ended in the first turn: what that turn has lost, the others have won
-    first = trajectories[0]
-    silent = first.status is EpisodeStatus.TERMINATED and not first.success
-    won, lost = own[0] if own else silent, any(others) if others else silent
-    return 0.5 + 0.5 * (int(won) - int(lost))
+def _score(seat: int, success: Sequence[bool]) -> float:
+    """Return the score of a game for the player of a seat, by which seats have solved their tasks."""
+    if not success:
+        return 0.5
+    others = any(one for number, one in enumerate(success) if number != seat)
+    return 0.5 + 0.5 * (int(success[seat]) - int(others))
 
 
 @dataclass(kw_only=True, slots=True)

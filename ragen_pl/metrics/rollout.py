@@ -297,9 +297,13 @@ def _with_user(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     return list(episodes.values())
 
 
-def user_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return those of a simulated user."""
-    return {name: value for name, value in metrics.items() if "user_error" in name}
+def episode_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return those of whole episodes, whoever plays a seat: of a simulated user, and what the environment names."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if "user_error" in name or name.startswith(ENVIRONMENT_METRICS)
+    }
 
 
 def _add_turn(sums: dict[str, float], turn: Turn) -> None:

@@ -318,6 +318,8 @@ def pay_seats(episode: Episode, result: TurnResult) -> None:
     """
     for seat in episode.seats:
         seat.trajectory.user_errors += result.user_errors
+        # a response that no step takes says nothing
+        seat.trajectory.seat_success = [*result.seat_success] or seat.trajectory.seat_success
     own = episode.seats[episode.seat]
     if own.owed and own.trajectory.turns:
         add_terms(own.trajectory.turns[-1], {"environment": own.owed})

@@ -11,6 +11,7 @@ import torch
 from support.episodes.rollout_fixtures import TextEngine
 from support.models.tiny_models import TEXT
 
+from envs.kuhn_poker import KuhnPoker
 from ragen_pl.algorithms.advantages.group import LeaveOneOut
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.assembly.component_checks import check_components
@@ -35,6 +36,7 @@ from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.trajectory import EpisodeStatus
 
 KUHN = "ragen_pl.envs.kuhn_poker.KuhnPoker"
+NEGOTIATION = "ragen_pl.envs.negotiation.Negotiation"
 SIZES = IterationSettings(groups=4, group_size=3)
 
 
@@ -66,10 +68,10 @@ class Written:
         return batch
 
 
-def collected(lm, opponents, *, own="Bet", other="Pass", iterations=1, **kwargs):
+def collected(lm, opponents, *, target=KUHN, own="Bet", other="Pass", iterations=1, **kwargs):
     context = ContextManager(lm)
     proxy = AgentProxy(
-        environments=EnvironmentManager(target=KUHN, max_turns=2, kwargs=kwargs),
+        environments=EnvironmentManager(target=target, max_turns=2, kwargs=kwargs),
         context=context,
         max_response_tokens=64,
     )
@@ -111,6 +113,38 @@ def test_a_game_that_ends_before_a_seats_first_turn_counts(lm):
     assert data.metrics["opponent_games"] == 12.0
 
 
+def test_a_game_that_nobody_wins_is_a_draw_also_before_a_seats_first_turn(lm):
+    # a malformed proposal ends the talks without an agreement
+    data, _, _ = collected(
+        lm, Opponents(fraction=1.0), target=NEGOTIATION, own="fine", other="propose"
+    )
+    assert data.metrics["opponent_games"] == 12.0 and data.metrics["opponent_win_rate"] == 0.5
+
+
+def test_what_the_environment_names_counts_where_the_opponent_ends_the_game(lm):
+    # the opponent accepts in games 0 and 2, and has nothing to accept in its first turn of the others
+    data, _, _ = collected(
+        lm, Opponents(fraction=1.0), target=NEGOTIATION, own="propose 1 hat", other="accept"
+    )
+    assert data.metrics["metrics/agreement"] == 0.5
+
+
+def test_an_odd_number_of_games_has_each_seat_as_often_over_the_iterations(lm):
+    _, _, played = collected(lm, Opponents(fraction=0.25), iterations=4)
+    seats = [{one.seat for one in rollout if one.opponent is not None} for rollout in played]
+    assert seats == [{0}, {1}, {0}, {1}]
+
+
+class Unplayable(KuhnPoker):
+    def reset(self, *, seed=None, options=None):
+        raise ValueError("no cards")
+
+
+def test_games_that_all_fail_in_their_reset_are_not_said_to_have_one_seat(lm):
+    with pytest.raises(RolloutError, match="most failed with ValueError: no cards"):
+        collected(lm, Opponents(seat=1), target=f"{__name__}.Unplayable")
+
+
 def test_games_that_failed_and_draws(lm):
     opponents = Opponents(fraction=1.0)
     _, _, (played,) = collected(lm, opponents, own="Pass", other="Bet")
@@ -120,7 +154,7 @@ def test_games_that_failed_and_draws(lm):
     opponents.note(played)
     assert opponents.metrics() == {"opponent_games": 0.0, "win_rate_0": before}
     for one in played:
-        one.status, one.success = EpisodeStatus.TURN_LIMIT, False
+        one.status, one.seat_success = EpisodeStatus.TURN_LIMIT, [False, False]
     opponents.note(played)
     assert opponents.metrics()["opponent_win_rate"] == 0.5
     assert opponents.pool[0].win_rate == 0.5 * before + 0.25
@@ -277,6 +311,7 @@ def test_an_opponent_samples_with_its_own_weights_beside_the_policy(tmp_path):
         (["rollout/engine=vllm_server"], "do not work with an engine that has a model of its own"),
         (["opponents.files=[none.ckpt]"], "opponents.files: there is no file none.ckpt"),
         (["opponents.initial=false"], "initial=false without files"),
+        (["opponents.fraction=0.05"], "fraction=0.05: is less than one of rollout.groups="),
         (["algorithm=dapo"], "do not work with algorithm.filter.resample"),
         (["context.leave_out.turns=0.5"], "do not work with context.leave_out"),
     ],

@@ -233,7 +233,7 @@ def test_nothing_to_train_on_is_refused_by_name(lm):
 
 def test_a_seat_that_the_environment_lacks_is_refused():
     with pytest.raises(ValueError, match=r"opponents\.seat=2: the environment has seats=2"):
-        Opponents(seat=2).check(seats=2, others={})
+        Opponents(seat=2).check(seats=2, groups=2, others={})
 
 
 def test_episodes_of_a_user_that_erred_can_be_left_out_of_the_agents_training():
