@@ -224,8 +224,9 @@ class _Check:
 
     def _step(self, slot: EnvironmentSlot, action: int | str) -> tuple[float, bool]:
         """Take a step and return its reward and whether the episode has ended."""
+        take = partial(self.manager.reader.take, slot, mover=slot.seat)
         answer = self.calls.call(f"step({action!r})", partial(self.env.step, action))
-        step = self.calls.call("", partial(self.manager.reader.take, slot, answer))
+        step = self.calls.call("", partial(take, answer))
         self._says_success |= step.success is not None
         return sum(step.reward_terms.values()), step.terminated or step.truncated
 
@@ -391,9 +392,10 @@ class _Check:
         slot = self._reset()
         if not self.manager.invalid_ends or not slot.members.forfeits:
             return 0.0
+        take = partial(self.manager.reader.take, slot, mover=slot.seat)
         forfeit = partial(slot.members.forfeit, slot.seat)
         answer = self.calls.call(f"forfeit({slot.seat})", forfeit)
-        step = self.calls.call("", partial(self.manager.reader.take, slot, answer))
+        step = self.calls.call("", partial(take, answer))
         return sum(step.reward_terms.values())
 
 

@@ -346,7 +346,7 @@ class EnvironmentManager:
         if response.calls:
             result.observation = slot.observation = _tool_results(shown, calls=len(response.calls))
         if not response.valid:  # calls beside a malformed one have been carried out
-            self._refuse(slot, result, ends=not response.actions)
+            self._refuse(slot, result, seat=seat, ends=not response.actions)
         if response.valid and relations is not None:
             result.statements = judged_statements(
                 response.statements,
@@ -379,25 +379,31 @@ class EnvironmentManager:
             result.reward_terms["format"] = -self.penalty(slot.members)
         return result
 
-    def _refuse(self, slot: EnvironmentSlot, result: TurnResult, *, ends: bool = True) -> None:
-        """Penalize an invalid response or action; with `ends` it ends the episode if `invalid_ends` is set."""
+    def _refuse(
+        self, slot: EnvironmentSlot, result: TurnResult, *, seat: int, ends: bool = True
+    ) -> None:
+        """Penalize an invalid response or action of a seat; with `ends` it ends the episode if `invalid_ends` is set.
+
+        An invalid action may have passed the turn on to another seat.
+        """
         result.valid = False
         result.reward_terms["format"] = -self.penalty(slot.members)
         result.observation = slot.observation
-        if slot.seat == slot.user_seat:
+        if seat == slot.user_seat:
             result.user_errors.append([FORM_ERROR])
         if ends and self.invalid_ends and result.status is None:
             if slot.members.forfeits:
-                _add_step(result, self.reader.take(slot, slot.members.forfeit(slot.seat)))
+                answer = slot.members.forfeit(seat)
+                _add_step(result, self.reader.take(slot, answer, mover=seat))
             result.status = EpisodeStatus.TERMINATED
 
     def _act(self, slot: EnvironmentSlot, action: int | str, result: TurnResult) -> None:
         """Carry out one action and add its outcome to the turn's result."""
-        longest = slot.members.max_action_length
+        longest, seat = slot.members.max_action_length, slot.seat
         if isinstance(action, str) and longest is not None and len(action) > longest:
-            self._refuse(slot, result)
+            self._refuse(slot, result, seat=seat)
             return
-        step = self.reader.take(slot, slot.env.step(action))
+        step = self.reader.take(slot, slot.env.step(action), mover=seat)
         _add_step(result, step)
         result.actions.append(slot.action_text(action))
         result.effective |= step.action_is_effective
@@ -406,7 +412,7 @@ class EnvironmentManager:
         if step.terminated or step.truncated:
             result.status = EpisodeStatus.TERMINATED if step.terminated else EpisodeStatus.TRUNCATED
         if not step.action_is_valid:
-            self._refuse(slot, result)
+            self._refuse(slot, result, seat=seat)
 
 
 def _add_step(result: TurnResult, step: Step) -> None:

@@ -183,10 +183,10 @@ class SlotReader:
         slot.user_seat = members.user_seat if slot.seats > 1 else None
         self._observe(slot, raw)
 
-    def take(self, slot: EnvironmentSlot, answer: object) -> Step:
-        """Read the answer of a step into a slot, and return it."""
+    def take(self, slot: EnvironmentSlot, answer: object, *, mover: int) -> Step:
+        """Read the answer of a step of the seat `mover` into a slot, and return it."""
         step = self.answers.step(
-            answer, reward_range=slot.reward_range, seats=slot.seats, mover=slot.seat
+            answer, reward_range=slot.reward_range, seats=slot.seats, mover=mover
         )
         self._observe(slot, step.raw)
         return step

@@ -15,7 +15,7 @@ from support.episodes.rollout_fixtures import TextEngine
 from support.episodes.small_lakes import Module
 from support.models.tiny_models import TEXT
 
-from envs.kuhn_poker import KuhnPoker
+from envs.kuhn_poker import PASS, KuhnPoker
 from envs.policies import OptimalPolicy, RandomPolicy
 from envs.trivial_policies import Constant, NoAnswer
 from ragen_pl.algorithms.advantages.group import LeaveOneOut
@@ -246,6 +246,24 @@ def test_a_reward_before_a_seats_first_turn_comes_with_that_turn(monkeypatch):
     stake = second.turns[0].reward_terms["environment"] - 1100
     assert len(second.turns) == 1 and abs(stake) == 2
     assert environment_reward(first) == 10 + 100 - stake
+
+
+class Skipping(KuhnPoker):
+    """Passes the turn on after Bet, which its rules do not allow."""
+
+    def _play(self, action):
+        legal = action == PASS
+        if legal:
+            self._move(action)
+        else:
+            self.mover = 1 - self.mover
+        return legal
+
+
+def test_an_invalid_action_that_passes_the_turn_on_loses_for_who_made_it():
+    (one, *_) = play(f"{__name__}.Skipping", Constant(action="Bet"))
+    assert (one.seat, one.seat_success) == (0, [False, True])
+    assert one.turns[-1].reward_terms == {"environment": -1.0, "format": -0.05}
 
 
 class SeededEngine(TextEngine):
