@@ -21,7 +21,9 @@ WORTH = 10
 _MOST_OF_A_KIND, _FEWEST, _MOST = 4, 5, 7
 # of all problems, those of validation are a fifth
 _HELD_OUT = 5
+_FIRST_WORD = re.compile(r"(\w*)(.*)")
 _PAIR = re.compile(r"(\d+) (\w+)")
+_AROUND = " .!:,"
 _ACCEPT, _PROPOSE = "accept", "propose"
 
 Share = tuple[int, ...]
@@ -128,13 +130,15 @@ def read_move(text: str, counts: Share) -> Move:
     """Read an answer.
 
     `propose 2 books 1 hat` asks for these items and leaves the others; commas and `and` may stand between them.
-    `accept` takes the other seat's proposal. Whatever does not begin with one of these words is a message.
+    `accept` takes the other seat's proposal. A colon or comma may follow the first word, and a full stop or exclamation
+    mark may be the end. Whatever does not begin with one of these words is a message.
 
     Raises:
         ValueError: It begins like a proposal or an acceptance and is none, or asks for items that are not there.
     """
     words = " ".join(text.split())
-    first, _, rest = words.casefold().partition(" ")
+    first, rest = _FIRST_WORD.findall(words.casefold())[0]
+    rest = rest.strip(_AROUND)
     if first == _ACCEPT:
         if rest:
             raise ValueError(f"write {_ACCEPT} alone")
@@ -145,15 +149,16 @@ def read_move(text: str, counts: Share) -> Move:
     pairs = _PAIR.findall(listed)
     if not pairs or listed != " ".join(f"{number} {kind}" for number, kind in pairs):
         raise ValueError(f"write such as {_PROPOSE} {_listed((2, 1, 0))}")
-    share = [0] * len(ITEMS)
+    share: dict[str, int] = {}
     for number, kind in pairs:
         name = kind.removesuffix("s")
-        if name not in ITEMS or share[place := ITEMS.index(name)]:
+        if name not in ITEMS or name in share:
             raise ValueError(f"name each of {', '.join(ITEMS)} once")
+        place = ITEMS.index(name)
         if len(number) > 1 or int(number) > counts[place]:
             raise ValueError(f"there are {_named(counts[place], place)}")
-        share[place] = int(number)
-    return Move(share=tuple(share))
+        share[name] = int(number)
+    return Move(share=tuple(share.get(name, 0) for name in ITEMS))
 
 
 def _named(number: int, place: int) -> str:

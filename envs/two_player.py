@@ -50,10 +50,13 @@ class TwoPlayerGame(Environment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        for name in (opponent, validation_opponent):
+        for key, name in {
+            "opponent": opponent,
+            "validation_opponent": validation_opponent,
+        }.items():
             if name is not None and name not in self.players:
                 expected = ", ".join(self.players)
-                raise ValueError(f"opponent: found {name!r}, expected null or one of {expected}")
+                raise ValueError(f"{key}: found {name!r}, expected null or one of {expected}")
         self._opponents = (opponent, validation_opponent)
         self.opponent = self._opponents[0]
         """Name of the player of the other seat in the present episode."""

@@ -84,8 +84,9 @@ def test_without_the_option_both_seats_are_drawn_and_validation_has_its_own_oppo
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="opponent: found 'best', expected null or one of random"):
-        TicTacToe(opponent="best")
+    for key in ("opponent", "validation_opponent"):
+        with pytest.raises(ValueError, match=f"^{key}: found 'best', expected null or one of rand"):
+            TicTacToe(**{key: "best"})
     with pytest.raises(ValueError, match="found seat=0, but both seats are played"):
         TicTacToe().reset(seed=0, options={"seat": 0})
     with pytest.raises(ValueError, match=r"found seat=2, expected 0 \(first, moves first\) or 1"):
@@ -322,11 +323,15 @@ def test_no_agreement_in_time_or_a_forfeit_pays_nobody():
         ("propose 99999999999999999999 hats", "there are 1 hat"),
         ("propose 1 cat", "name each of book, hat, ball once"),
         ("propose 1 hat 1 hat", "name each of"),
+        ("propose 0 hats 1 hat", "name each of"),
         ("propose", "write such as propose 2 books 1 hat"),
         ("propose the hat", "write such as"),
         ("propose 1 hat please", "write such as"),
         ("accept", "there is no proposal to accept"),
         ("accept 1 hat", "write accept alone"),
+        ("accept, and thank you", "write accept alone"),
+        ("accept?", "write accept alone"),
+        ("propose: nothing", "write such as"),
     ],
 )
 def test_an_answer_that_the_rules_do_not_allow_changes_nothing_but_its_reason(text, reason):
@@ -356,7 +361,18 @@ def test_any_text_is_a_move_or_refused(text):
 @given(st.tuples(*(st.integers(0, count) for count in PROBLEM.counts)))
 def test_a_proposal_is_read_as_it_was_written(share):
     written = ", ".join(f"{number} {item}s" for number, item in zip(share, ITEMS, strict=True))
-    assert read_move(f" Propose {written}", PROBLEM.counts) == Move(share=share)
+    for text in (f" Propose {written}", f"propose: {written}.", f"PROPOSE, {written} !"):
+        assert read_move(text, PROBLEM.counts) == Move(share=share)
+
+
+@pytest.mark.parametrize("text", ["accept", "Accept.", " ACCEPT !", "accept\n"])
+def test_an_acceptance_may_have_an_end(text):
+    assert read_move(text, PROBLEM.counts) == Move(accepts=True)
+
+
+@pytest.mark.parametrize("text", ["acceptable", "I accept", "proposes 1 hat", "no. accept"])
+def test_what_begins_with_another_word_is_a_message(text):
+    assert read_move(text, PROBLEM.counts) == Move(words=text)
 
 
 def test_scripted_negotiators_keep_their_aspirations():
