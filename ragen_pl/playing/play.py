@@ -222,8 +222,8 @@ def show_turns(screen: Screen, *, delay: float = 0.0, state_is_shown: bool = Fal
     def on_turn(episode: Episode) -> None:
         if len(episode.seats) > 1:
             raise RuntimeError(
-                "the environment has several seats, and one is played here; set a scripted opponent, such as "
-                "env.kwargs.validation_opponent=optimal"
+                "the environment has several seats, and one is played here; set a scripted player in the others, such "
+                "as by env.kwargs.validation_opponent, or play against a trained agent: ckpt=… policy=human seat=0"
             )
         trajectory, observation = episode.trajectory, episode.slot.observation
         if observation is not None:
@@ -246,9 +246,7 @@ def ask(slot: EnvironmentSlot, *, screen: Screen, max_actions: int = 1) -> list[
         screen.console.print(rules, markup=False, highlight=False)
     screen.state(slot.observation.images, slot.observation.text)
     names = slot.action_names
-    offers = (
-        "free text" if names is None else "  ".join(f"{n} {name}" for n, name in enumerate(names))
-    )
+    offers = "free text" if names is None else "  ".join(_offers(names))
     is_several = max_actions > 1 and names is not None
     several = f"up to {max_actions} with {_SEPARATOR} between them, " if is_several else ""
     while True:
@@ -268,17 +266,33 @@ def ask(slot: EnvironmentSlot, *, screen: Screen, max_actions: int = 1) -> list[
             return [action for action in actions if action is not None]
 
 
+def _offers(names: Sequence[str]) -> list[str]:
+    """Return the actions as they are shown to a person: with their numbers, unless names are numbers.
+
+    >>> _offers(("Left", "Right")), _offers(("1", "2"))
+    (['0 Left', '1 Right'], ['1', '2'])
+    """
+    return [f"{n} {name}" for n, name in enumerate(names)] if _counted(names) else [*names]
+
+
+def _counted(names: Sequence[str]) -> bool:
+    """Return whether actions have numbers besides their names."""
+    return not any(name.isdecimal() for name in names)
+
+
 def named_action(word: str, names: Sequence[str]) -> int | None:
-    """Return the action that a word means: its number, its name, or the only name it begins.
+    """Return the action that a word means: its name, its number where no name is one, or the only name it begins.
 
     >>> [named_action(word, ("Left", "Down", "Loop")) for word in ("1", "down", "d", "l", "x")]
     [1, 1, 1, None, None]
+    >>> [named_action(word, ("1", "2")) for word in ("0", "1", "2")]
+    [None, 0, 1]
     """
     names = [str(name).casefold() for name in names]
     word = word.strip().casefold()
     if word in names:
         return names.index(word)
-    if word.isdecimal() and int(word) < len(names):
+    if word.isdecimal() and int(word) < len(names) and _counted(names):
         return int(word)
     matches = [index for index, name in enumerate(names) if word and name.startswith(word)]
     return matches[0] if len(matches) == 1 else None

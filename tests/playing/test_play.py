@@ -149,6 +149,8 @@ def test_ask_repeats_until_the_answer_is_valid(monkeypatch: pytest.MonkeyPatch) 
         None,
         None,
     ]
+    # of names that are numbers, the name is meant
+    assert [named_action(word, ("1", "2", "x")) for word in ("0", "1", "2", "x")] == [None, 0, 1, 2]
 
 
 @pytest.mark.parametrize("target", [FROZEN_LAKE, "envs:ragen/Bandit-v0"])
@@ -192,11 +194,13 @@ def test_a_person_has_a_seat_against_a_model(lm: ModelBundle, tmp_path: Path) ->
         "env.invalid_ends=false",
     )  # fmt: skip
     free = "env.kwargs.validation_opponent=null"
-    done = command(*game, "seat=0", free, folder=tmp_path, answers="0\nq\n")
+    done = command(*game, "seat=0", free, folder=tmp_path, answers="0\n1\nq\n")
     assert done.returncode == 0, done.stderr
     # an untrained model makes no legal move, and is asked again until its turns are used up
     assert done.stdout.index("you, turn 1") < done.stdout.index("the agent, turn 1")
     assert "the agent, turn 5" in done.stdout and "no valid action" in done.stdout
+    # the names of the cells are numbers: there is no cell 0
+    assert "1  2  3" in done.stdout and done.stdout.count("(q stops)") >= 2
     stopped = command(*game, "seat=0", free, folder=tmp_path, answers="q\n")
     assert stopped.returncode == 0 and "in 0 turns (truncated)" in stopped.stdout
     refused = command(*game, "seat=2", free, folder=tmp_path)
