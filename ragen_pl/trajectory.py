@@ -366,6 +366,7 @@ class Trajectory:
         failed_after: Numbers of turns that earlier attempts at the episode had when they failed.
         replayed_turns: Number of turns that repeat those of an earlier attempt.
         system_prompt_length: Number of tokens of the system prompt, with which each prompt begins.
+        initial_state_key: Key of the state that the episode began in, where it is recorded; the same for all seats.
         final_prompt_ids: Prompt of the state after the last turn, to bootstrap from.
         final_roles: Roles of its last ids, as `Turn.prompt_roles`.
         final_state_key: Key of the state after the last turn, where it is recorded.
@@ -395,6 +396,7 @@ class Trajectory:
     failed_after: tuple[int, ...] = ()
     replayed_turns: int = 0
     system_prompt_length: int = 0
+    initial_state_key: str | None = None
     final_prompt_ids: np.ndarray | None = None
     final_images: list[np.ndarray] = field(default_factory=list)
     final_patches: list[np.ndarray] | None = None
@@ -413,7 +415,7 @@ class Trajectory:
         # as in `Turn`
         added: dict[str, Any] = {"cause": None, "failed_after": (), "replayed_turns": 0}
         added |= {"seat": 0, "seats": 1, "opponent": None, "user_errors": [], "is_user": False}
-        added |= {"seat_success": []}
+        added |= {"seat_success": [], "initial_state_key": None}
         added |= dict.fromkeys(("final_roles", "final_state_key", "final_potential", "environment"))
         for name, value in (added | state[1]).items():
             setattr(self, name, value)

@@ -246,7 +246,7 @@ def to_record(
 
 def initial_state(trajectory: Trajectory) -> str | None:
     """Return a digest of the state that an episode began in, None where it is not recorded."""
-    key = trajectory.turns[0].state_key if trajectory.turns else None
+    key = trajectory.initial_state_key
     return None if key is None else hashlib.sha256(key.encode()).hexdigest()[:16]
 
 

@@ -229,6 +229,11 @@ def _by_key(outcomes: Iterable[Outcome], *, file: Path) -> dict[Key, Outcome]:
     found: dict[Key, Outcome] = {}
     for outcome in outcomes:
         key = outcome["seed"], outcome["member"]
+        if key in found and found[key]["group"] != outcome["group"]:
+            raise ConfigError(
+                f"{file}: has an episode for each seat of a game, and a comparison takes episodes of one seat; "
+                "validate against a scripted player, such as by env.kwargs.validation_opponent"
+            )
         if key in found:
             raise ConfigError(f"{file}: seed {key[0]} and member {key[1]} are there twice")
         found[key] = outcome

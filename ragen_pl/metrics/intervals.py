@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ragen_pl.metrics.proportions import Proportion, wilson
 from ragen_pl.metrics.rollout import ENVIRONMENT_METRICS, rollout_metrics
@@ -68,18 +68,20 @@ def validation_metrics(
 
     Failed episodes are counted and enter no other metric. pass@k is that of the groups with k others, each weighted by
     its number of others, so that pass@1 is the success. Metrics of no responses at all are left out. `distinct_states`
-    is the number of initial states that differ, where turns record them; the interval of success takes episodes from
-    equal ones as samples of a group.
+    is the number of initial states that differ, where they are recorded; the interval of success takes episodes from
+    equal ones as samples of a group, and so the seats of a game.
 
     Raises:
         ValueError: Every episode failed.
     """
-    groups = _successes_by_group(trajectories)
-    if not groups:
+    sound = [one for one in trajectories if one.status is not EpisodeStatus.FAILED]
+    if not sound:
         raise ValueError("every episode failed")
+    groups = _successes(sound, by=lambda one: one.group)
+    games = len({one.game for one in sound})
     rollout = rollout_metrics(trajectories)
-    states = _successes_by_state(trajectories)
-    metrics = {"episodes": rollout["episodes"]} | clustered(states or groups).metrics("success")
+    states = _successes_by_state(sound)
+    metrics = {"episodes": rollout["episodes"]} | _success(sound).metrics("success")
     if states is not None:
         metrics["distinct_states"] = float(len(states))
     metrics |= {name: rollout[name] for name in _ROLLOUT_METRICS if not math.isnan(rollout[name])}
@@ -97,7 +99,8 @@ def validation_metrics(
             ]
             weighted = math.fsum(len(one) * rate for one, rate in zip(counted, rates, strict=True))
             mean = weighted / sum(map(len, counted))
-            interval = wilson(mean, count=len(rates))
+            # the seats of a game are groups of their own, and no independent trials
+            interval = wilson(mean, count=min(len(rates), games))
             metrics |= interval.metrics(f"pass@{k}")
     return metrics
 
@@ -112,33 +115,32 @@ def success_by_difficulty(trajectories: Sequence[Trajectory]) -> dict[int, dict[
         if trajectory.difficulty is not None and trajectory.status is not EpisodeStatus.FAILED:
             levels[trajectory.difficulty].append(trajectory)
     return {
-        difficulty: {"episodes": float(len(episodes))}
-        | clustered(_successes_by_state(episodes) or _successes_by_group(episodes)).metrics(
-            "success"
-        )
+        difficulty: {"episodes": float(len(episodes))} | _success(episodes).metrics("success")
         for difficulty, episodes in sorted(levels.items())
     }
 
 
-def _successes_by_group(trajectories: Sequence[Trajectory]) -> list[list[bool]]:
-    groups: dict[int, list[bool]] = defaultdict(list)
-    for trajectory in trajectories:
-        if trajectory.status is not EpisodeStatus.FAILED:
-            groups[trajectory.group].append(bool(trajectory.success))
+def _success(sound: Sequence[Trajectory]) -> Proportion:
+    """Return the success of episodes that have not failed, whose samples are those of a state, or else of a game."""
+    return clustered(_successes_by_state(sound) or _successes(sound, by=lambda one: one.game))
+
+
+def _successes(
+    sound: Sequence[Trajectory], *, by: Callable[[Trajectory], object]
+) -> list[list[bool]]:
+    groups: dict[object, list[bool]] = defaultdict(list)
+    for trajectory in sound:
+        groups[by(trajectory)].append(bool(trajectory.success))
     return list(groups.values())
 
 
-def _successes_by_state(trajectories: Sequence[Trajectory]) -> list[list[bool]] | None:
+def _successes_by_state(sound: Sequence[Trajectory]) -> list[list[bool]] | None:
     """Return the successes from each initial state; None where they are not recorded, or are all one.
 
     A greedy policy plays the same episode from equal states, unless the environment draws more. An environment with one
     initial state has no others to generalize to.
     """
-    states: dict[str, list[bool]] = defaultdict(list)
-    for trajectory in trajectories:
-        if trajectory.status is not EpisodeStatus.FAILED:
-            key = trajectory.turns[0].state_key if trajectory.turns else None
-            if key is None:
-                return None
-            states[key].append(bool(trajectory.success))
-    return list(states.values()) if len(states) > 1 else None
+    if any(one.initial_state_key is None for one in sound):
+        return None
+    states = _successes(sound, by=lambda one: one.initial_state_key)
+    return states if len(states) > 1 else None

@@ -245,6 +245,7 @@ def new_trajectory(
         difficulty=slot.difficulty,
         error=slot.error,
         system_prompt_length=len(conversation.system_prompt_ids),
+        initial_state_key=slot.state_key,
         environment=slot.spec.environment,
         is_user=seat == slot.user_seat,
     )

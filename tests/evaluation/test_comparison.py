@@ -165,7 +165,11 @@ def large(folder: Path) -> None:
 
 
 def twice(folder: Path) -> None:
-    made_run(folder, [], changes={3: {"seed": 4}})
+    made_run(folder, [], changes={3: {"seed": 4, "group": 4}})
+
+
+def of_two_seats(folder: Path) -> None:
+    made_run(folder, [], changes={5: {"seed": 4}})
 
 
 def not_held_out(folder: Path) -> None:
@@ -194,6 +198,7 @@ def with_alias(folder: Path) -> None:
         (damaged, "with={run}: {run}/validations/held_out/iteration_0008.json: iteration=None: expected a value; give"),
         (large, "larger than 67108864 bytes"),
         (twice, "seed 4 and member 0 are there twice"),
+        (of_two_seats, "has an episode for each seat of a game, and a comparison takes episodes of one seat"),
         (with_alias, "has an alias (*a)"),
     ],
 )  # fmt: skip

@@ -105,7 +105,27 @@ def test_equal_initial_states_of_greedy_play_are_one_trial() -> None:
 
 
 def _from_state(trajectory: Trajectory, key: str | None) -> Trajectory:
-    return replace(trajectory, turns=[make_turn(state_key=key)])
+    return replace(trajectory, turns=[make_turn()], initial_state_key=key)
+
+
+@pytest.mark.parametrize("name", ["state {number}", None])
+def test_the_seats_of_a_game_are_no_independent_trials(name: str | None) -> None:
+    # as of a clerk and its customer, who succeed together
+    played = [
+        _from_state(
+            episode(2 * number + seat, 0, seat=seat, seats=2, success=number % 100 < 40),
+            name and name.format(number=number),
+        )
+        for number in range(100)
+        for seat in (0, 1)
+    ]
+    metrics = validation_metrics(played, pass_ks=[1])
+    expected = wilson(0.4, count=100)
+    assert metrics["episodes"] == 200.0
+    for low in (metrics["success_low"], metrics["pass@1_low"]):
+        assert low == pytest.approx(expected.low, abs=2e-3)
+    (level,) = success_by_difficulty(played).values()
+    assert level["success_low"] == metrics["success_low"]
 
 
 def test_failed_episodes_are_left_out() -> None:

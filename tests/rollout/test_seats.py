@@ -85,6 +85,13 @@ def test_a_game_gives_a_trajectory_for_each_seat(target):
     assert any(one.reward for one in played)
 
 
+def test_the_seats_of_a_game_have_its_initial_state():
+    played = play(KUHN, RandomPolicy(), record_states=True)
+    keys = {one.seed: one.initial_state_key for one in played}
+    assert all(one.initial_state_key == keys[one.seed] for one in played)
+    assert all(one.turns[0].state_key == keys[one.seed] for one in played if one.seat == 0)
+
+
 def test_a_seat_sees_its_own_observations_only():
     for one in play(KUHN, RandomPolicy()):
         name = ("first", "second")[one.seat]
