@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +18,35 @@ from envs.adapters.textarena import GAMES, TextArena, TextArenaTwoPlayer
 pytestmark = pytest.mark.environments
 
 
-@pytest.mark.parametrize("game", sorted(GAMES))
-def test_player_wins_and_seeds_repeat_beside_the_global_generator(game: str) -> None:
-    env, other = TextArena(game=game), TextArena(game=game)
+@contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Check that a block leaves the global generators as they are."""
     random.seed(5)
-    expected = random.Random(5).random()
-    for seed in range(10):
-        assert steps(env, seed=seed, noise=0.0)[-1].info["success"]
-        assert steps(env, seed=seed, noise=0.7) == steps(other, seed=seed, noise=0.7)
-    assert random.random() == expected
+    np.random.seed(5)
+    expected = (random.Random(5).random(), np.random.RandomState(5).rand())
+    yield
+    assert (random.random(), np.random.rand()) == expected
+
+
+def hostile_steps(env: TextArena | TextArenaTwoPlayer, *, count: int) -> Iterator[Any]:
+    """Yield what hostile moves return, each game to its end."""
+    env.reset(seed=0)
+    over = False
+    for number, text in enumerate(hostile_answers(np.random.default_rng(0), count)):
+        if over:
+            env.reset(seed=number)
+        step = env.step(text)
+        over = step[2]
+        yield step
+
+
+@pytest.mark.parametrize("game", sorted(GAMES))
+def test_player_wins_and_seeds_repeat_beside_the_global_generators(game: str) -> None:
+    with untouched_generators():
+        env, other = TextArena(game=game), TextArena(game=game)
+        for seed in range(10):
+            assert steps(env, seed=seed, noise=0.0)[-1].info["success"]
+            assert steps(env, seed=seed, noise=0.7) == steps(other, seed=seed, noise=0.7)
 
 
 @pytest.mark.parametrize("game", sorted(GAMES))
@@ -56,13 +79,7 @@ def test_observations_hold_the_news_only() -> None:
 
 @pytest.mark.parametrize("game", [*sorted(GAMES), "LightsOut", "2048", "Sudoku"])
 def test_hostile_moves_do_no_harm(game: str) -> None:
-    env, rng = TextArena(game=game), np.random.default_rng(0)
-    env.reset(seed=0)
-    over = False
-    for number, text in enumerate(hostile_answers(rng, 1000)):
-        if over:
-            env.reset(seed=number)
-        observation, reward, over, _, _ = env.step(text)
+    for observation, reward, _, _, _ in hostile_steps(TextArena(game=game), count=1000):
         assert reward == 0 and str(observation).encode()
         assert len(observation) < 5000
 
@@ -127,15 +144,12 @@ def random_games(env, *, games):
 def test_random_games_of_two_end_by_the_rules_and_repeat_beside_the_global_generators(
     game: str, begins: int, outcomes: set[tuple[float, float]]
 ) -> None:
-    random.seed(5)
-    np.random.seed(5)
-    expected = (random.Random(5).random(), np.random.RandomState(5).rand())
-    env, other = (TextArenaTwoPlayer(game=game) for _ in range(2))
-    played = random_games(env, games=40)
-    assert {rewards for _, rewards in played} == outcomes
-    assert {seen[0][0] for seen, _ in played} == {begins}
-    assert random_games(other, games=40) == played
-    assert (random.random(), np.random.rand()) == expected
+    with untouched_generators():
+        env, other = (TextArenaTwoPlayer(game=game) for _ in range(2))
+        played = random_games(env, games=40)
+        assert {rewards for _, rewards in played} == outcomes
+        assert {seen[0][0] for seen, _ in played} == {begins}
+        assert random_games(other, games=40) == played
 
 
 def test_a_seat_sees_the_rules_once_then_the_news_and_the_latest_board() -> None:
@@ -216,13 +230,8 @@ def test_the_random_player_plays_the_other_seat(seat: int) -> None:
 )
 def test_hostile_moves_of_two_players_do_no_harm(game: str) -> None:
     """Without the library's rules on errors a reward would be a win by such moves."""
-    env, rng = TextArenaTwoPlayer(game=game, validation_opponent=None), np.random.default_rng(0)
-    env.reset(seed=0)
-    over = False
-    for number, text in enumerate(hostile_answers(rng, 200)):
-        if over:
-            env.reset(seed=number)
-        observation, reward, over, _, info = env.step(text)
+    env = TextArenaTwoPlayer(game=game, validation_opponent=None)
+    for observation, reward, _, _, info in hostile_steps(env, count=200):
         assert str(observation).encode() and reward <= 0 and sum(info["seat_rewards"]) == 0
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.episodes.rollout_fixtures import TextEngine
+from support.episodes.two_players import Written, agent_of, fitted
 from support.models.tiny_models import TEXT
 
 from envs.kuhn_poker import KuhnPoker
-from ragen_pl.algorithms.advantages.group import LeaveOneOut
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.assembly.component_checks import check_components
 from ragen_pl.assembly.weights import trained_weights
@@ -22,14 +20,9 @@ from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.opponents import Opponent, Opponents
 from ragen_pl.data.settings import IterationSettings, UpdateSettings
 from ragen_pl.engines.errors import RolloutError
-from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.environments.calls import make_environment
 from ragen_pl.environments.manager import EnvironmentManager
-from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.build import build_small_lm
-from ragen_pl.modules.agent import AgentModule
-from ragen_pl.modules.losses import UpdateLoss
-from ragen_pl.modules.masking import Masks
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
@@ -38,34 +31,6 @@ from ragen_pl.trajectory import EpisodeStatus
 KUHN = "ragen_pl.envs.kuhn_poker.KuhnPoker"
 NEGOTIATION = "ragen_pl.envs.negotiation.Negotiation"
 SIZES = IterationSettings(groups=4, group_size=3)
-
-
-def answer(action: str) -> str:
-    return f"<think>x</think><answer>{action}</answer>"
-
-
-class Written:
-    """Module whose policy writes one action, and whose opponents another one."""
-
-    global_step = 0
-
-    def __init__(self, context, *, own, other):
-        self.engine = TextEngine(context, lambda session, turn: answer(own))
-        self.opponent = TextEngine(context, lambda session, turn: answer(other))
-        self.loaded = []
-
-    def rollout_engine(self):
-        return self.engine
-
-    def trained_weights(self):
-        return {"w": torch.tensor([float(len(self.loaded))])}
-
-    def opponent_engine(self, weights):
-        self.loaded.append(weights["w"].item())
-        return self.opponent
-
-    def prepare(self, batch):
-        return batch
 
 
 def collected(lm, opponents, *, target=KUHN, own="Bet", other="Pass", iterations=1, **kwargs):
@@ -226,18 +191,6 @@ def test_draws_follow_the_probabilities_and_the_seed():
     assert 40 <= counts["a"] <= 120 and drawn(0) == drawn(0) != drawn(1)
 
 
-def agent_of(bundle):
-    return AgentModule(
-        PolicyModule(bundle),
-        None,
-        estimator=LeaveOneOut(),
-        masks=Masks(),
-        loss=UpdateLoss(),
-        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
-        engine=TransformersEngine,
-    )
-
-
 class Responses(pl.Callback):
     """Keeps the bundle's weights at the start, and what plays in the last rollout."""
 
@@ -272,19 +225,8 @@ def test_an_opponent_samples_with_its_own_weights_beside_the_policy(tmp_path):
             seen.append((policy.trained_weights(), engine.bundle is policy.bundle))
 
     watch = Watch()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        callbacks=[RolloutUpdate(), watch],
-    )
     names = set(agent.state_dict())
-    trainer.fit(agent, datamodule=data)
+    trainer = fitted(agent, data, watch, iterations=3)
     ((played, in_place),) = seen
     moved = agent.trained_weights()
     assert in_place and all(torch.equal(played[name], watch.start[name]) for name in played)

@@ -7,35 +7,21 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from support.episodes.desks import LARGE, granted, say
 from support.episodes.players import begin, play
 
 from envs.support_desk import SupportDesk
 from envs.support_desk_policy import Rule
 from envs.tools import call_text
 
-LARGE = {
-    "rules": 7,
-    "requests": 3,
-    "orders": 4,
-    "insist_fraction": 0.5,
-    "lie_fraction": 0.5,
-    "move_fraction": 0.5,
-}
 
-
-def say(text: str) -> Callable[[SupportDesk], str]:
-    return lambda _: call_text("say", text=text)
+def saying(text: str) -> Callable[[SupportDesk], str]:
+    return lambda _: say(text)
 
 
 def calls(*texts: str) -> Callable[[SupportDesk], str]:
     rest = iter(texts)
     return lambda _: next(rest)
-
-
-def granted(desk: SupportDesk) -> bool:
-    """Tell whether the episode is a plain refund of the full price without a code."""
-    plain = not {Rule.CODE, Rule.USED} & set(desk.policy) and desk.requests[0].city is None
-    return plain and not desk.broken_rules(desk.requests[0])
 
 
 def late(desk: SupportDesk) -> bool:
@@ -70,7 +56,7 @@ def always_refund(desk: SupportDesk) -> str:
     order = desk.order_of(desk.requests[0])
     if not desk.tables.refunds:
         return call_text("refund", order=order.id, amount=order.price)
-    return call_text("say", text=f"refunded {order.price}")
+    return say(f"refunded {order.price}")
 
 
 def refuse_by_the_policy(desk: SupportDesk) -> str:
@@ -79,19 +65,19 @@ def refuse_by_the_policy(desk: SupportDesk) -> str:
     applies = [
         rule for rule in desk.policy if (rule is Rule.SENT) == city and rule is not Rule.USED
     ]
-    return call_text("say", text=f"refused {(applies or list(desk.policy))[0]}")
+    return say(f"refused {(applies or list(desk.policy))[0]}")
 
 
 @pytest.mark.parametrize(
     "choose",
     [
-        *(say(f"refused {reason}") for reason in Rule),
-        say("refused"),
-        say("refused late price kind gift code sent"),
-        say("refunded refused moved"),
-        say("refunded 10 20 30 40 50 60 70 80 90"),
-        say("hello"),
-        say("code"),
+        *(saying(f"refused {reason}") for reason in Rule),
+        saying("refused"),
+        saying("refused late price kind gift code sent"),
+        saying("refunded refused moved"),
+        saying("refunded 10 20 30 40 50 60 70 80 90"),
+        saying("hello"),
+        saying("code"),
         refuse_by_the_policy,
         always_refund,
         lambda _: "null",
@@ -113,7 +99,7 @@ def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
     order = desk.order_of(desk.requests[0])
     _, reward, over, _, info = desk.step(call_text("refund", order=order.id, amount=order.price))
     assert (reward, over) == (-0.5, False) and info["reward_parts"] == {"database": -0.5}
-    total, success, parts = play(desk, say("refused late"))
+    total, success, parts = play(desk, saying("refused late"))
     assert (total, parts, success) == (-0.5, {"database": 0.0, "said": -0.5}, False)
 
 
@@ -131,13 +117,13 @@ def test_a_wrong_change_costs_at_once_and_spoils_the_episode():
 def test_a_refusal_names_one_true_reason(text, said):
     desk = begin(SupportDesk(), late)
     look = call_text("find", item=desk.requests[0].item)
-    _, success, parts = play(desk, calls(look, call_text("say", text=text)))
+    _, success, parts = play(desk, calls(look, say(text)))
     assert parts == {"database": max(said, 0), "said": said} and success == (said > 0)
 
 
 def test_a_reason_is_not_known_before_the_order_is():
     desk = begin(SupportDesk(), late)
-    assert play(desk, say("refused late")).parts == {"database": 0.0, "said": -0.5}
+    assert play(desk, saying("refused late")).parts == {"database": 0.0, "said": -0.5}
 
 
 def test_half_of_a_price_may_be_within_the_limit():
@@ -156,13 +142,13 @@ def test_half_of_a_price_may_be_within_the_limit():
 def test_saying_that_money_was_paid_does_not_pay_it():
     desk = begin(SupportDesk(), granted)
     amount = desk.order_of(desk.requests[0]).price
-    assert play(desk, say(f"refunded {amount}")).reward == -0.5
+    assert play(desk, saying(f"refunded {amount}")).reward == -0.5
     desk = begin(SupportDesk(), granted)
     order = desk.order_of(desk.requests[0])
     pay = call_text("refund", order=order.id, amount=amount)
     for told, total in ((f"I refunded {amount}.", 1.0), ("refunded 7", 0.0), ("refunded", 0.0)):
         desk = begin(SupportDesk(), granted)
-        assert play(desk, calls(pay, call_text("say", text=told))).reward == total
+        assert play(desk, calls(pay, say(told))).reward == total
 
 
 def test_changes_before_the_code_are_wrong():
@@ -189,15 +175,13 @@ def test_a_wrong_address_can_be_corrected():
     desk = begin(SupportDesk(), moves)
     order = desk.order_of(desk.requests[0]).id
     wrong, right = (call_text("move", order=order, city=city) for city in ("Oslo", "Rome"))
-    rewards = [
-        desk.step(call)[1] for call in (wrong, right, call_text("say", text="moved to Rome"))
-    ]
+    rewards = [desk.step(call)[1] for call in (wrong, right, say("moved to Rome"))]
     assert rewards == [-0.5, 0.5, 1.0]
 
 
 def test_a_customer_who_insists_gets_the_same_answer():
     desk = begin(SupportDesk(insist_fraction=1.0), late)
-    refuse = call_text("say", text="refused late")
+    refuse = say("refused late")
     assert "exception" in desk.step(refuse)[0]
     assert desk.step(refuse)[2]
 

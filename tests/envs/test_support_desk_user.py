@@ -6,26 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.episodes.desks import LARGE, granted, say
 from support.episodes.players import begin
 
 from envs.policies import NoisyPolicy, OptimalPolicy
 from envs.support_desk import CLERK, CUSTOMER, SupportDesk
-from envs.support_desk_policy import CITIES, CUSTOMERS, ITEMS, Rule
+from envs.support_desk_policy import CITIES, CUSTOMERS, ITEMS
 from envs.support_desk_user import Cue, UserError, plain_text, user_errors
 from envs.tools import call_text
-
-LARGE = {
-    "rules": 7,
-    "requests": 3,
-    "orders": 4,
-    "insist_fraction": 0.5,
-    "lie_fraction": 0.5,
-    "move_fraction": 0.5,
-}
-
-
-def say(text: str) -> str:
-    return call_text("say", text=text)
 
 
 def clerk_steps(desk: SupportDesk, policy, *, seed: int):
@@ -181,12 +169,7 @@ def test_errors_of_answers(calls, text, errors):
 
 
 def test_the_clerk_is_judged_by_the_instruction_and_both_seats_share_success():
-    def plain(desk):
-        return not {Rule.CODE, Rule.USED} & set(desk.policy) and not desk.broken_rules(
-            desk.requests[0]
-        )
-
-    desk = begin(SupportDesk(user="seat", move_fraction=0.0), plain)
+    desk = begin(SupportDesk(user="seat", move_fraction=0.0), granted)
     wrong = other(ITEMS, desk.requests[0].item)
     assert errors_of(desk, f"refund my {wrong}") == ["fact"]
     assert desk.step(call_text("find", item=wrong))[0] == "error: no such item"
@@ -197,7 +180,7 @@ def test_the_clerk_is_judged_by_the_instruction_and_both_seats_share_success():
     assert (reward, over) == (1.0, False) and info["seat_success"] == [True, True]
     _, reward, over, _, info = desk.step("thanks")
     assert (over, info["user_errors"], info["seat_success"]) == (True, ["no_end"], [True, True])
-    desk = begin(SupportDesk(user="seat", user_error_cost=0.25), plain)
+    desk = begin(SupportDesk(user="seat", user_error_cost=0.25), granted)
     assert desk.step("bye")[1:3] == (-0.25, True)
 
 

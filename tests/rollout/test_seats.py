@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 import lightning.pytorch as pl
@@ -13,6 +12,7 @@ import pytest
 import torch
 from support.episodes.rollout_fixtures import TextEngine
 from support.episodes.small_lakes import Module
+from support.episodes.two_players import agent_of, fitted
 from support.models.tiny_models import TEXT
 
 from envs.kuhn_poker import PASS, KuhnPoker
@@ -27,13 +27,9 @@ from ragen_pl.data.failures import seats_without_turn, usable_episodes
 from ragen_pl.data.settings import IterationSettings, UpdateSettings
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
-from ragen_pl.loops.rollout_update import RolloutUpdate
 from ragen_pl.models.build import build_small_lm
-from ragen_pl.modules.agent import AgentModule
 from ragen_pl.modules.credit import assign_credit
-from ragen_pl.modules.losses import UpdateLoss
 from ragen_pl.modules.masking import Masks, compute_token_masks
-from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout import attempts as attempts_module
@@ -156,15 +152,7 @@ def test_a_negotiation_is_trained_by_self_play():
     """What a seat writes is text to the other one, a control token's name too."""
     bundle = build_small_lm(seed=0, text=TEXT)
     context = ContextManager(bundle, window="all")
-    agent = AgentModule(
-        PolicyModule(bundle),
-        None,
-        estimator=LeaveOneOut(),
-        masks=Masks(),
-        loss=UpdateLoss(),
-        optimizer=partial(torch.optim.AdamW, lr=1e-3),
-        engine=lambda policy, **settings: Negotiators(context),
-    )
+    agent = agent_of(bundle, engine=lambda policy, **settings: Negotiators(context), lr=1e-3)
     data = RolloutDataModule(
         proxy_of(NEGOTIATION, context=context, max_turns=4),
         iteration=IterationSettings(groups=2, group_size=4),
@@ -178,18 +166,7 @@ def test_a_negotiation_is_trained_by_self_play():
             played.append((dict(data.metrics), data.buffer))
 
     before = {name: weight.clone() for name, weight in agent.trained_weights().items()}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        callbacks=[RolloutUpdate(), Watch()],
-    )
-    trainer.fit(agent, datamodule=data)
+    fitted(agent, data, Watch(), iterations=2)
     assert len(played) == 2
     for metrics, buffer in played:
         assert metrics["metrics/agreement"] == 1.0 and metrics["turns"] == 1.5

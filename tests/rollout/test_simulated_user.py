@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 from support.episodes.rollout_fixtures import TextEngine
 from support.episodes.small_lakes import Module
+from support.episodes.two_players import Written
 
 from envs.policies import OptimalPolicy
 from envs.support_desk import CUSTOMER, SupportDesk
@@ -171,30 +171,6 @@ def test_an_untrained_model_errs_in_form(lm):
     trajectories = data.collect(0, Module(lm))
     assert all(one.is_user for one in trajectories) and data.metrics["user_errors"] == 1.0
     assert data.metrics["user_error/form"] > 0.0
-
-
-class Written:
-    """Module whose policy writes one text, and whose opponents another one."""
-
-    global_step = 0
-
-    def __init__(self, context, *, own, other):
-        def engine(text):
-            return TextEngine(context, lambda *_: f"<think>x</think><answer>{text}</answer>")
-
-        self.engine, self.opponent = engine(own), engine(other)
-
-    def rollout_engine(self):
-        return self.engine
-
-    def trained_weights(self):
-        return {"w": torch.zeros(1)}
-
-    def opponent_engine(self, weights):
-        return self.opponent
-
-    def prepare(self, batch):
-        return batch
 
 
 def collected(lm, *, other, fraction=1.0, **settings):
