@@ -391,6 +391,15 @@ def build_datamodule(components: RunComponents) -> RolloutDataModule:
     )
 
 
+def check_opponents(components: RunComponents) -> None:
+    """Check that the files of opponents hold weights of the run's model, as before a warm start that may take long.
+
+    Raises:
+        ConfigError: A file holds another model's weights.
+    """
+    _opponents(components.cfg, components.policy)
+
+
 def _opponents(cfg: DictConfig, policy: PolicyModule) -> Opponents | None:
     """Return the opponents of a run's games, those of files with their weights.
 

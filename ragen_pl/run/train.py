@@ -32,6 +32,7 @@ from ragen_pl.assembly.build import (
     build_named,
     build_validation_set,
     build_warm_start,
+    check_opponents,
     check_optimizer,
     with_words,
 )
@@ -284,6 +285,7 @@ def warm_start(components: RunComponents, run: Run, loggers: Sequence[Logger]) -
         _copy_initial_weights(given, weights)
         return components
     if not run.has_initial_weights:
+        check_opponents(components)
         learn_from_demonstrations(components, run, loggers)
     if is_sharded(components.policy):
         components = assemble(components.cfg)

@@ -71,6 +71,20 @@ def test_initial_weights_that_do_not_fit_are_refused(fit, tiny, run, tmp_path):
     assert "warm_start.weights=gone.pt: expected a path that exists" in begin("gone.pt")
 
 
+def test_opponents_of_another_model_are_refused_before_the_warm_start(fit, tiny, run, tmp_path):
+    files = "opponents.files=[run/checkpoints/last.ckpt]"
+    refused = fit(
+        *tiny,
+        "env=kuhn_poker",
+        "opponents=frozen",
+        files,
+        "paths.run_dir=other",
+        "model.build.text.intermediate_size=32",
+    ).refused()
+    assert refused.startswith("opponents.files=run/checkpoints/last.ckpt: holds another model")
+    assert not (tmp_path / "other" / "warm_start.pt").exists()
+
+
 def test_a_damaged_checkpoint_is_refused(fit, tiny, go_on, command, run):
     last, best = (run / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
     whole, other = last.read_bytes(), best.read_bytes()
