@@ -32,7 +32,7 @@ class ActionTurn(PresentTurn):
         """Show the observation.
 
         Raises:
-            RolloutError: The first prompt leaves no room for a response.
+            RolloutError: The first prompt leaves no room for a response, and no other seat has written any of it.
         """
         assert episode.slot.observation is not None
         episode.prompt = context.observe(
@@ -55,7 +55,8 @@ class ActionTurn(PresentTurn):
             if summary.begin(episode, context, settings):
                 return True
         fits = episode.fits(context)
-        if not fits and not episode.trajectory.turns:
+        episode.crowded = not fits and not episode.trajectory.turns and episode.turns_played > 0
+        if not fits and not episode.turns_played:
             teachers = 0 if episode.teacher_prompt is None else len(episode.teacher_prompt.ids)
             longest = max(len(episode.prompt.ids), teachers)
             raise RolloutError(

@@ -7,6 +7,7 @@ the order in which responses finish change no trajectory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +43,8 @@ from ragen_pl.rollout.turns import (
     sampled,
 )
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Receives the number of episodes done and the number of all."""
@@ -117,6 +120,7 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
         """
         attempts = Attempts(episode_specs, self.failures, recorded_responses=recorded_responses)
         replaying = ReplayingResponder(responder=responder)
+        crowded = 0
         with responder.collective_rollout():
             for batch in attempts.batches(self.num_envs):
                 slots = open_slots(self.environments, batch, self.failures)
@@ -133,6 +137,15 @@ class AgentProxy(EpisodeSettings, Generic[ContextT]):
                 finally:
                     self.environments.close(slots)
                 attempts.end(batch, episodes)
+                crowded += sum(episode.crowded for episode in episodes)
+        if crowded:
+            log.warning(
+                "%d of %d games ended at a seat's first prompt: with what another seat wrote, it leaves no room for a "
+                "response; raise context.max_tokens=%d",
+                crowded,
+                len(episode_specs),
+                self.context.max_tokens,
+            )
         trajectories = _with_seats(attempts.trajectories)
         self.failure_log.note(trajectories)
         if progress is not None:

@@ -58,6 +58,7 @@ class Episode:
         slot: The running environment.
         seats: The seats that the policy plays.
         seat: The seat whose turn it is.
+        crowded: Whether what other seats wrote left no room for a seat's first response.
         turn: The present turn.
         prompt_format: Required form of a response.
         max_response_tokens: Longest response of the present turn.
@@ -83,6 +84,7 @@ class Episode:
     temperature: float = 1.0
     truncation: Truncation | None = None
     seat: int = 0
+    crowded: bool = False
     done: bool = False
 
     @property

@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.episodes.rollout_fixtures import TextEngine
 from support.episodes.small_lakes import Module
-from support.episodes.two_players import Written
+from support.episodes.two_players import Written, answer
 
 from envs.policies import OptimalPolicy
 from envs.support_desk import CUSTOMER, SupportDesk
@@ -158,6 +158,26 @@ def test_each_seat_reads_its_own_rules_and_observations(lm):
     assert "You are a customer" in user and "you are" in user and "policy:" not in user
     assert "find(item" not in user and "find(item" in clerk
     assert "You work at a support desk" in clerk and "policy: " in clerk and "you are" not in clerk
+
+
+def test_a_first_prompt_that_another_seat_fills_ends_the_game_and_not_the_run(lm, caplog):
+    def written(text, *, max_tokens):
+        context = ContextManager(lm, window="all", max_tokens=max_tokens)
+        engine = TextEngine(context, lambda session, turn: answer(text))
+        return proxy_of(context=context, max_response_tokens=300).rollout(
+            EngineResponder(engine=engine, context=context), SPECS[:2], seed_key=(0,)
+        )
+
+    longest = "lamp" * 60
+    room = len(written("lamp", max_tokens=4096)[0].turns[0].prompt_ids) + 300
+    assert [one.is_user for one in written("lamp", max_tokens=room)] == [False, True] * 2
+    assert not caplog.records
+    played = written(longest, max_tokens=room)
+    assert [(one.is_user, one.status) for one in played] == [(True, EpisodeStatus.TRUNCATED)] * 2
+    assert "2 of 2 games ended at a seat's first prompt" in caplog.text
+    # the first prompt of a game is nobody's response
+    with pytest.raises(RolloutError, match="the first prompt has"):
+        written("lamp", max_tokens=400)
 
 
 # ---- training
