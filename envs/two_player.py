@@ -173,8 +173,8 @@ class TwoPlayerGame(Environment):
         return f"{self.seat_names[self.mover]}{own}: {seen}"
 
     def render(self) -> str:
-        """Return the text of what the seat sees that is to move (`render_mode="ansi"`)."""
-        seen = self.observe(self.mover)
+        """Return the text of what the seat sees that is to move, or the player beside an opponent (`"ansi"`)."""
+        seen = self._observation(self.mover)
         return seen if isinstance(seen, str) else str(seen["text"])
 
     def _reply(self) -> None:

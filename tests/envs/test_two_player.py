@@ -67,6 +67,8 @@ def test_a_player_sees_its_own_seat_and_an_opponent_replies(game):
                 assert seen in env.observation_space
                 seen, reward, ended, _, info = env.step(env.random_action(rng))
                 assert "seat_rewards" not in info and info["success"] == (reward > 0)
+                # the opponent's view is not shown where it moved last
+                assert env.render() == seen == env.observe(seat)
             assert reward == env.rewards[seat]
 
 
