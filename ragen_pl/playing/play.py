@@ -139,6 +139,8 @@ def _play_agent(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajector
 def _play_against(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Trajectory:
     """Play a game of a person against a trained model, and return the person's trajectory.
 
+    Where the game ends before the person's first turn, there is the model's only.
+
     Raises:
         ConfigError: The environment has no such seat besides others.
     """
@@ -170,7 +172,11 @@ def _play_against(cfg: DictConfig, spec: EpisodeSpec, screen: Screen) -> Traject
             seed_key=("evaluate", cfg.seed),
             on_turn=_show_game(screen, seat=cfg.seat),
         )
-    return next((one for one in played if one.seat == cfg.seat), played[0])
+    for one in played:
+        if one.seat == cfg.seat:
+            return one
+    screen.console.print("the game ended before your first turn; this is the agent's result:")
+    return played[0]
 
 
 def _show_game(screen: Screen, *, seat: int) -> OnTurn:

@@ -203,6 +203,9 @@ def test_a_person_has_a_seat_against_a_model(lm: ModelBundle, tmp_path: Path) ->
     assert "1  2  3" in done.stdout and done.stdout.count("(q stops)") >= 2
     stopped = command(*game, "seat=0", free, folder=tmp_path, answers="q\n")
     assert stopped.returncode == 0 and "in 0 turns (truncated)" in stopped.stdout
+    # without a legal first move the model loses, which is no result of the person
+    ended = command(*game, "seat=1", free, "env.invalid_ends=true", folder=tmp_path, answers="")
+    assert ended.stdout.index("this is the agent's result") < ended.stdout.index("return -1.05")
     refused = command(*game, "seat=2", free, folder=tmp_path)
     assert refused.returncode == 2 and "seat=2: the environment has seats=2" in refused.stderr
     refused = command(*game, "seat=0", folder=tmp_path)
