@@ -337,12 +337,16 @@ class SupportDesk(ToolEnvironment):
         return f"{order.id} fine {request.city or self._amount(order)}"
 
     def state_key(self) -> str:
-        """Return the policy, the database, the requests, and the calls and decisions so far."""
+        """Return the policy, the database, the requests, and the calls and decisions so far.
+
+        Before a customer in a seat of its own has spoken it is that of the scripted one's episode, so that training
+        with one of them can leave out the states of validation with the other.
+        """
         orders = [astuple(order) for order in self.orders.values()]
         requests = [astuple(request) for request in self.requests]
         record = f"{sorted(self._unchecked)} {self._harm} {self._all_right}"
         key = f"{self.policy} {self.customer} {orders} {requests} {self.tables} {self.at} {self._calls} {record}"
-        if self.user is User.SCRIPTED:
+        if self.user is User.SCRIPTED or not (self._begun or self._over):
             return key
         said = f"{self.mover} {self._cue} {self._asked} {self._solved} {self._begun} {self._seen}"
         return f"{key} {said}"

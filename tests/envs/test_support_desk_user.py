@@ -208,6 +208,20 @@ def test_each_seat_sees_its_own_and_forfeits_its_own():
     assert "customer" in desk.seat_instructions(CUSTOMER)
 
 
+def test_an_episode_begins_in_the_same_state_whoever_plays_the_customer():
+    keys = []
+    for user in ("scripted", "seat"):
+        desk = SupportDesk(user=user, **LARGE)
+        desk.reset(seed=3)
+        keys.append(desk.state_key())
+    assert keys[0] == keys[1]
+    desk.step("hello")
+    assert desk.state_key() != keys[1]
+    desk.reset(seed=3)
+    desk.forfeit(CUSTOMER)
+    assert desk.state_key() != keys[1]
+
+
 def test_validation_has_its_own_user():
     desk = SupportDesk(user="seat")
     desk.reset(seed=0, options={"held_out": True})
