@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from ragen_pl.models.truncation import BANNED, KeptIds
 
 # tokens of a vocabulary that is summed by blocks, and those of a block
 _LARGE, _BLOCK = 8192, 512
-# probability outside the top ids
-_SMALLEST = 1e-12
+# log-probabilities of all ids outside the top ones: of a reference, and of a distribution that is certain of these
+_LEAST, _LEAST_OWN = math.log(1e-12), -1e4
 
 
 def log_distribution(
@@ -184,12 +185,12 @@ def top_logprobs(
     Args:
         reference: Log-probabilities `[tokens, vocab]`.
         log_probs: Log-probabilities of the distribution, likewise.
-        top: The ids, of equally likely ones any.
+        top: The ids, of equally likely ones the lower.
         scratch: A tensor of the same shape to write on; None for a new one.
     """
     count = min(top.number, log_probs.shape[-1])
-    ids = (reference if top.of_reference else log_probs).topk(count).indices
-    others = _outside(reference, ids, scratch).log()
+    ids = _most_likely(reference if top.of_reference else log_probs, count, scratch)
+    others = _outside(reference, ids, scratch).clamp(min=_LEAST)
     return TopLogprobs(ids, torch.cat([reference.gather(-1, ids), others], dim=-1))
 
 
@@ -221,14 +222,30 @@ def with_bucket(
     tensor([[0.5000, 0.4000, 0.1000]])
     """
     ids, logprobs = reference.ids.long(), reference.logprobs.to(log_probs.dtype)
-    shift = logprobs[:, -1:] - _outside(log_probs, ids, scratch).log()
+    shift = logprobs[:, -1:] - _outside(log_probs, ids, scratch).clamp(min=_LEAST_OWN)
     return torch.add(log_probs, shift, out=out).scatter_(-1, ids, logprobs[:, :-1])
 
 
+def _most_likely(log_probs: Tensor, count: int, scratch: Tensor | None) -> Tensor:
+    """Return the most likely ids, of equally likely ones the lower, int64 `[tokens, count]`.
+
+    Of equally likely ids `topk` returns any, and others on a GPU than on a CPU.
+    """
+    values, ids = log_probs.topk(count)
+    last = values[:, -1:]
+    number = torch.arange(log_probs.shape[-1], dtype=log_probs.dtype, device=log_probs.device)
+    equal = torch.where(log_probs == last, -number, number.new_tensor(-torch.inf), out=scratch)
+    first = equal.topk(count).indices
+    place = torch.arange(count, device=ids.device) - (values > last).sum(-1, keepdim=True)
+    return torch.where(place < 0, ids, first.gather(-1, place.clamp(min=0)))
+
+
 def _outside(log_probs: Tensor, ids: Tensor, scratch: Tensor | None) -> Tensor:
-    """Return the probability of all other ids than these, `[tokens, 1]`."""
-    probabilities = torch.exp(log_probs, out=scratch).scatter_(-1, ids, 0.0)
-    return probabilities.sum(-1, keepdim=True).clamp(min=_SMALLEST)
+    """Return the log-probability of all other ids than these, `[tokens, 1]`; about `BANNED` where there is none."""
+    others = torch.add(log_probs, 0.0, out=scratch).scatter_(-1, ids, BANNED)
+    largest = others.amax(-1, keepdim=True)
+    # a sum of probabilities would be 0 where the log-probs are below -103
+    return others.sub_(largest).exp_().sum(-1, keepdim=True).log_().add_(largest)
 
 
 def _log_softmax(

@@ -17,6 +17,7 @@ from ragen_pl.models.distribution import (
     entropy,
     log_distribution,
     score_distributions,
+    top_logprobs,
 )
 
 
@@ -159,6 +160,44 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(direction):
     assert not divergence.any()
     (gradient,) = torch.autograd.grad(divergence.sum(), leaf)
     assert gradient.abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("of_reference", [True, False])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 9])
+def test_of_equally_likely_ids_the_lower_ones_are_the_top(of_reference, number):
+    scores = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 0.0, 2.0, 1.0], [0.0] * 8])
+    pair = torch.randn(2, 8).log_softmax(-1), scores.log_softmax(-1)
+    reference, log_probs = pair[::-1] if of_reference else pair
+    top = TopTokens(number, of_reference)
+    found = top_logprobs(reference, log_probs, top=top, scratch=torch.empty(2, 8))
+    order = [[1, 2, 4, 6, 0, 3, 7, 5], [*range(8)]]
+    assert found.ids.sort(1).values.tolist() == [sorted(row[:number]) for row in order]
+    torch.testing.assert_close(found.logprobs[:, :-1], reference.gather(1, found.ids))
+
+
+@pytest.mark.parametrize("gap", [20.0, 40.0, 200.0])
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_student_that_is_certain_of_its_top_ids_learns_what_the_teacher_thinks_of_the_others(
+    direction, gap
+):
+    """Its probability of all others together is below that of any number in float32."""
+    student, teacher = [0.0, gap, 1.0, -1.0], [0.5, 0.0, 1.0, 2.0]
+    given = {
+        "student_logits": [student], "teacher_logits": [teacher], "temperature": [1.0], "banned": [], "k": 1,
+        "support": "student", "direction": direction,
+    }  # fmt: skip
+    leaf, divergence = divergence_of(given)
+    (gradient,) = torch.autograd.grad(divergence.sum(), leaf)
+    own = torch.tensor(student, dtype=torch.float64).requires_grad_()
+    # two outcomes: the second id, and all others
+    p, q = own.log_softmax(0), torch.tensor(teacher, dtype=torch.float64).log_softmax(0)
+    others = torch.tensor([0, 2, 3])
+    of_student, of_teacher = (torch.stack([each[1], each[others].logsumexp(0)]) for each in (p, q))
+    pair = (of_student, of_teacher) if direction == "reverse" else (of_teacher, of_student)
+    expected = (pair[0].exp() * (pair[0] - pair[1])).sum()
+    (wanted,) = torch.autograd.grad(expected, own)
+    torch.testing.assert_close(divergence[0].double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient[0].double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
