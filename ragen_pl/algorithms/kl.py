@@ -8,6 +8,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from ragen_pl.algorithms.equality import EQUAL
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Fraction
@@ -129,7 +130,9 @@ def divergence_weights(
     >>> divergence_weights(entropy, even, even.bool(), log_vocabulary=2.0)
     tensor([1.3333, 0.6667])
     """
-    confidence = (1 - entropy.double() / log_vocabulary).clamp(min=0)
+    confidence = 1 - entropy.double() / log_vocabulary
+    # of an even distribution it is a rounding error, which would be all the weight where no token has any
+    confidence = torch.where(confidence > EQUAL, confidence, 0.0)
     raw = torch.where(mask.bool(), turn_weight * confidence, 0.0)
     sums = torch.stack([raw.sum(), mask.sum().double()])
     total, count = sums if all_reduce is None else all_reduce(sums)

@@ -220,3 +220,10 @@ def test_weights_of_a_divergence_are_those_of_the_reference_cases(case) -> None:
 def test_weights_of_single_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"kl\.weights with estimator=k2: .* set .*full_reverse"):
         ReferenceKL(coefficient=1.0, estimator=KLEstimator.K2, weights=DivergenceWeights())
+
+
+def test_a_teacher_that_knows_nothing_gives_no_token_a_weight() -> None:
+    """Entropies of even distributions are that of the vocabulary but for rounding."""
+    entropy = 3.0 + torch.tensor([1e-7, -2e-7, 0.0, 3e-7]).double()
+    mask = torch.ones(4, dtype=torch.bool)
+    assert not divergence_weights(entropy, mask.float(), mask, log_vocabulary=3.0).any()
