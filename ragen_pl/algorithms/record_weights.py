@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.equality import EQUAL
+from ragen_pl.algorithms.equality import EQUAL, agree
 
 Rule: TypeAlias = Literal["all", "success", "threshold", "best", "exponential"]
 
@@ -35,7 +35,8 @@ def record_weights(
     - `exponential`: min(exp((R - mean R) / β), cap), scaled to mean 1 (advantage-weighted regression, Peng et al.,
       2019, eq. 10, with the mean return as the baseline).
 
-    A return that is below the threshold by rounding alone passes it; see `equality`.
+    Returns of a group that are equal but for rounding are equal, and one that is below the threshold by rounding alone
+    passes it; see `equality`.
 
     Args:
         returns: `[episodes]`.
@@ -72,6 +73,12 @@ def _place_in_group(returns: Tensor, group: Tensor) -> Tensor:
     """Return how many episodes of its group come before each one, by falling return and then by position."""
     order = torch.argsort(returns, descending=True, stable=True)
     order = order[torch.argsort(group[order], stable=True)]
+    # equal returns of a group are one set, whose episodes are in the order of their positions
+    high, low = returns[order[:-1]], returns[order[1:]]
+    differs = ~agree(high, low) | (group[order[:-1]] != group[order[1:]])
+    sets = torch.zeros_like(order)
+    sets[order[1:]] = differs.cumsum(0)
+    order = torch.argsort(sets, stable=True)
     sizes = torch.unique_consecutive(group[order], return_counts=True)[1]
     starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
     place = torch.empty_like(order)

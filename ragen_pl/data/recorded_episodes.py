@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,8 +119,8 @@ class RecordedEpisode:
 
     @property
     def reward(self) -> float:
-        """Sum of the turns' rewards."""
-        return float(sum(turn.reward for turn in self.turns))
+        """Sum of the turns' rewards, the same in any order of them."""
+        return math.fsum(turn.reward for turn in self.turns)
 
 
 def read_episodes(settings: RecordSettings) -> list[RecordedEpisode]:

@@ -60,3 +60,17 @@ def test_groups_count_alike() -> None:
     assert group.tolist() == [0, 1, 0, 0, 2]
     weights = per_group(torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0]), group)
     assert weights.tolist() == [0.5, 1.0, 0.5, 0.0, 0.0]
+
+
+def test_of_returns_that_are_equal_but_for_rounding_the_first_is_the_best() -> None:
+    rewards = [[-0.1, -0.1, -0.1, 1.0], [1.0, -0.1, -0.1, -0.1], [-0.1, 1.0, -0.1, -0.1]]
+    returns = torch.tensor([sum(row) for row in rewards], dtype=torch.float64)
+    assert returns[0] < returns[1]
+    everywhere = torch.zeros(3, dtype=torch.int64)
+    for best, expected in ((1, [1.0, 0.0, 0.0]), (2, [1.0, 1.0, 0.0])):
+        weights = record_weights(returns, returns > 0, everywhere, rule="best", best=best)
+        assert weights.tolist() == expected
+    # not across groups, and not what is apart
+    apart = torch.tensor([0.7, 0.7001, 0.7], dtype=torch.float64)
+    found = record_weights(apart, apart > 0, torch.tensor([0, 0, 1]), rule="best")
+    assert found.tolist() == [0.0, 1.0, 1.0]
