@@ -40,8 +40,8 @@ class AdvantageInputs:
             it is not known; None where none is.
         final_potential: `[trajectories]`, that of the state after the last turn, likewise.
         advances: Bool `[trajectories, turns]`, whether a turn is a step that discounts count; None where all are.
-        success: int8 `[trajectories]`, whether the task was solved, -1 where the environment does not say so; None
-            where it is not known.
+        success: int8 `[trajectories]`, whether the task was solved: 1 or 0, -1 where no step says so, and -2 where none
+            could: no action was carried out, or the episode was truncated. None where it is not known.
         terms: `[trajectories]` by the name of a reward term, its sum over an episode; None where they are not known.
         penalty: `[trajectories, tokens]`, the KL penalty that rewards and returns are less; None for none.
         logprobs: `[trajectories, tokens]`, log-probs of the tokens before the update; None where they are not known.
@@ -210,13 +210,22 @@ class AdvantageInputs:
             )
         return self.potential, self.final_potential
 
-    def need_success(self, estimator: object) -> Tensor:
-        """Return whether each task was solved, bool `[trajectories]`.
+    def need_success(self, estimator: object, *, all_reduce: AllReduce | None = None) -> Tensor:
+        """Return whether each task was solved, bool `[trajectories]`. All ranks must call it.
+
+        Args:
+            estimator: The estimator.
+            all_reduce: Sums a tensor over the ranks; None on one rank.
 
         Raises:
-            ValueError: No step says so; the message names the estimator.
+            ValueError: No step of an episode says so, on any rank, and some could; the message names the estimator.
         """
-        if self.success is None or (len(self.success) and bool((self.success < 0).all())):
+        is_silent = False
+        if self.success is not None:
+            counts = torch.stack([(self.success >= 0).sum(), (self.success == -1).sum()])
+            saying, silent = (counts if all_reduce is None else all_reduce(counts)).tolist()
+            is_silent = silent > 0 and not saying
+        if self.success is None or is_silent:
             raise ValueError(
                 f"algorithm.estimator={type(estimator).__name__}: found no episode that says whether the task is "
                 'solved; let the environment set info["success"] in its steps, or set algorithm=rloo'
@@ -261,6 +270,7 @@ class Estimator(Protocol):
         needs_values: The estimator reads the values of a critic.
         needs_states: The estimator reads the states that turns start in (`AdvantageInputs.state`).
         needs_potentials: The estimator reads the potentials of states (`AdvantageInputs.potential`).
+        needs_success: The estimator reads whether tasks were solved (`AdvantageInputs.success`).
         needs_groups: The estimator compares the trajectories of a group, so a group needs several.
         reads_returns: The estimator reads the returns or the rewards of turns, after normalization and penalties, and
             not what they are made of.
@@ -269,6 +279,7 @@ class Estimator(Protocol):
     needs_values: ClassVar[bool] = False
     needs_states: ClassVar[bool] = False
     needs_potentials: ClassVar[bool] = False
+    needs_success: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     reads_returns: ClassVar[bool] = True
 

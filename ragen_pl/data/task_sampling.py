@@ -121,7 +121,9 @@ class SampledTasks:
         sums = torch.zeros(len(self.scores), 3, dtype=torch.float64)
         for task, one in played:
             if one.status is not EpisodeStatus.FAILED:
-                silent = one.says_success is False
+                # the last step, which a truncated episode lacks, may be the only one to say it
+                could_say = one.status is not EpisodeStatus.TRUNCATED
+                silent = could_say and one.says_success is False
                 columns = [1.0, float(one.success), float(silent)]
                 sums[task] += torch.tensor(columns, dtype=torch.float64)
         counts, solved, silent_ones = sum_over_ranks(sums).T.tolist()

@@ -45,6 +45,7 @@ from ragen_pl.base.json_text import json_text
 from ragen_pl.base.phases import phase, wide_console
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.checkpoints.folder import time_stamped
+from ragen_pl.config.environments import is_mixture
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.own_files import is_own, run_settings
@@ -160,6 +161,11 @@ def audit(cfg: DictConfig) -> Audit:
         )
     algorithms = _algorithms(cfg)
     run = OmegaConf.create(run_settings(checkpoint.settings_file))
+    if is_mixture(run.env):
+        raise ConfigError(
+            f"ckpt={cfg.ckpt}: its run is a mixture of {', '.join(run.env.environments)}, and an audit takes a run of "
+            "one environment; give another run"
+        )
     device = device_named(cfg.device)
     log.info("loading the model")
     bundle = build_bundle(run)
@@ -391,6 +397,13 @@ def _advantages(
         return None
     if estimator.needs_values and critic is None:
         log.info("%s is left out: it needs a critic, which the run has not", name)
+        return None
+    if estimator.needs_states and not bool((batch.episodes.state >= 0).any()):
+        log.info("%s is left out: it needs state_key(), which the environment has not", name)
+        return None
+    says_success = bool((batch.episodes.success >= 0).any())
+    if estimator.needs_success and not says_success:
+        log.info("%s is left out: it needs success, which the environment does not report", name)
         return None
     if estimator.needs_potentials and not bool(batch.episodes.final_potential.isfinite().any()):
         log.info("%s is left out: it needs potential(), which the environment has not", name)

@@ -88,6 +88,12 @@ def test_episodes_have_their_success_and_the_sums_of_their_reward_terms(lm, make
     played[2].turns[0].success = False
     batch = collate(played, lm)
     assert batch.episodes.success.tolist() == [1, -1, 0]
+    # its last step, which may be the one that says it, was not taken
+    played[1].status = EpisodeStatus.TRUNCATED
+    assert collate(played, lm).episodes.success.tolist() == [1, -2, 0]
+    # and no action has been carried out
+    played[1].status, played[1].turns[0].actions = EpisodeStatus.TERMINATED, []
+    assert collate(played, lm).episodes.success.tolist() == [1, -2, 0]
     assert batch.terms == ("environment", "format", "judge")
     assert batch.episodes.terms.tolist() == [[0.75, -0.05, 0.1], [0, 0, 0], [0, -1, 0]]
 

@@ -19,6 +19,7 @@ from ragen_pl.data.settings import IterationSettings
 from ragen_pl.data.task_sampling import TaskSampling
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout.proxy import AgentProxy
+from ragen_pl.trajectory import EpisodeStatus
 
 CASES = reference_cases("task_sampling")
 
@@ -241,6 +242,10 @@ def test_task_sampling_needs_success(lm, monkeypatch):
             turn.info, turn.actions = {}, ["Up"]
     with pytest.raises(RolloutError, match="TaskSampling goes by success"):
         data.curriculum.observe_played(silent, groups=10, iteration=2, seed=3)
+    # the last step may say it, which a truncated episode lacks
+    for trajectory in silent:
+        trajectory.status = EpisodeStatus.TRUNCATED
+    data.curriculum.observe_played(silent, groups=10, iteration=2, seed=3)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from support.runs.called_commands import caller
 from support.runs.composing import composed
 
 from envs.policies import RandomPolicy
 from ragen_pl.config import ConfigError
+from ragen_pl.config.composition import compose_overrides
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.evaluation.auditing import CHANCE, TurnEffect, compared, measured_effects
 from ragen_pl.prompts.context import ContextManager
@@ -54,6 +56,13 @@ class TwoDoors(gymnasium.Env[str, int]):
         return "doors" + "".join(map(str, self.taken))
 
 
+class SilentDoors(TwoDoors):
+    """Does not say whether it is solved."""
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return *super().step(action)[:4], {}
+
+
 class ChangingDoors(TwoDoors):
     """Shows another text in each episode."""
 
@@ -68,6 +77,7 @@ class ChangingDoors(TwoDoors):
 
 
 gymnasium.register("test/TwoDoors-v0", entry_point=TwoDoors, disable_env_checker=True)
+gymnasium.register("test/SilentDoors-v0", entry_point=SilentDoors, disable_env_checker=True)
 gymnasium.register("test/ChangingDoors-v0", entry_point=ChangingDoors, disable_env_checker=True)
 
 
@@ -143,8 +153,21 @@ def test_effects_within_their_noise_have_no_correlation():
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a critic whose policy finds some goals."""
     folder = tmp_path_factory.mktemp("run") / "lake"
+    train_small(folder, "env=frozenlake", "env.invalid_ends=false", "env.kwargs.min_distance=1")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def silent_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in an environment without states and success, in which the policy acts."""
+    folder = tmp_path_factory.mktemp("run") / "doors"
+    train_small(folder, "env=custom", "env.target=test/SilentDoors-v0", "validation.held_out=false")
+    return folder
+
+
+def train_small(folder: Path, *overrides: str) -> None:
     small = [
-        "env=frozenlake", "env.invalid_ends=false", "env.max_turns=3", "env.kwargs.min_distance=1", "curriculum=null",
+        *overrides, "env.max_turns=3", "curriculum=null",
         "model.build.text.hidden_size=32", "model.build.text.intermediate_size=64",
         "model.build.text.num_attention_heads=2", "rollout.groups=4", "validation.episodes=2",
         "validation.baselines=null", "warm_start.steps=60", "warm_start.episodes=64", "warm_start.batch_size=32",
@@ -152,7 +175,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "callbacks.progress=null", "callbacks.trajectories=null", "callbacks.plots=null", "logger=none",
     ]  # fmt: skip
     train(composed(*small, f"paths.run_dir={folder}"))
-    return folder
 
 
 @pytest.fixture
@@ -198,3 +220,25 @@ def test_what_cannot_be_audited_is_refused_in_one_line(run, audit, tmp_path):
     )
     refused = audit(f"ckpt={foreign}").refused()
     assert "somebody else's run" in refused and "trust=true" in refused
+
+
+@pytest.mark.slow
+def test_algorithms_that_need_what_an_environment_has_not_are_left_out(silent_run, audit, tmp_path):
+    names = "algorithms=[gigpo,gagpo,graphgpo,maxrl,cast,rloo]"
+    audit(f"ckpt={silent_run}", "groups=2", "group_size=3", names, f"to={tmp_path}")
+    figures = json.loads((tmp_path / "audit.json").read_text())
+    assert [*figures["algorithms"]] == ["rloo", CHANCE]
+
+
+@pytest.mark.slow
+def test_a_run_of_several_environments_is_refused(run, audit, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").write_bytes(
+        (run / "checkpoints" / "last.ckpt").read_bytes()
+    )
+    mixture = compose_overrides(
+        "fit", ["env=mixture", "env.environments={frozenlake: 1, bandit: 1}"]
+    )
+    OmegaConf.save(mixture, tmp_path / "config.yaml")
+    refused = audit(f"ckpt={tmp_path}", "trust=true").refused()
+    assert "is a mixture of frozenlake, bandit, and an audit takes a run of one" in refused

@@ -137,6 +137,7 @@ class GraphRelative(Estimator):
 
     needs_groups: ClassVar[bool] = True
     needs_states: ClassVar[bool] = True
+    needs_success: ClassVar[bool] = True
     omega: Fraction = 0.95
     step_weight: NonNegative = 1.0
     scale_by_std: bool = True
@@ -149,7 +150,8 @@ class GraphRelative(Estimator):
         Raises:
             ValueError: The environment says of no episode whether the task was solved.
         """
-        state, success = inputs.need_states(self), inputs.need_success(self)
+        state = inputs.need_states(self)
+        success = inputs.need_success(self, all_reduce=all_reduce)
         final = torch.full_like(inputs.group, -1)
         if inputs.final_state is not None:
             final = inputs.final_state

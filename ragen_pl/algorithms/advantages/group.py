@@ -177,6 +177,7 @@ class SuccessRelative(Estimator):
     needs_trust = ()
 
     needs_groups: ClassVar[bool] = True
+    needs_success: ClassVar[bool] = True
     reads_returns: ClassVar[bool] = False
 
     def __call__(
@@ -187,4 +188,5 @@ class SuccessRelative(Estimator):
         Raises:
             ValueError: The environment says of no episode whether the task was solved.
         """
-        return broadcast(maxrl(inputs.need_success(self), inputs.group), inputs)
+        solved = inputs.need_success(self, all_reduce=all_reduce)
+        return broadcast(maxrl(solved, inputs.group), inputs)
