@@ -6,6 +6,7 @@ and read by any part of the project.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -438,8 +439,8 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """Undiscounted return: the sum of the turns' rewards."""
-        return float(sum(turn.reward for turn in self.turns))
+        """Undiscounted return: the sum of the turns' rewards, the same in any order of them."""
+        return math.fsum(turn.reward for turn in self.turns)
 
 
 # of a turn's pickle, what earlier versions lack

@@ -22,6 +22,20 @@ def agree(high: Tensor, low: Tensor) -> Tensor:
     return high - low <= EQUAL * torch.maximum(high.abs(), low.abs())
 
 
+def sums_of(rewards: Tensor) -> Tensor:
+    """Return the sum of each row, the same for the same numbers in any order, and 0 where they cancel but for rounding.
+
+    Args:
+        rewards: `[rows, columns]`.
+
+    >>> sums_of(torch.tensor([[0.1, 0.2, -0.3], [-0.3, 0.2, 0.1], [0.1, 0.2, 0.0]]))
+    tensor([0.0000, 0.0000, 0.3000])
+    """
+    exact = rewards.double()
+    total = exact.sum(1)
+    return torch.where(total.abs() <= EQUAL * exact.abs().sum(1), 0.0, total).to(rewards.dtype)
+
+
 def agree_within(values: Tensor, sets: Tensor) -> Tensor:
     """Return for each value whether all values of its set count as equal.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, group_std
 from ragen_pl.algorithms.credit import StandardizationScope
-from ragen_pl.algorithms.equality import EQUAL
+from ragen_pl.algorithms.equality import EQUAL, sums_of
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import CountOrZero, PositiveFraction
@@ -303,7 +303,7 @@ class RewardNormalizer:
         iteration, self.iteration = self.iteration, self.iteration + 1
         if not self.changes_returns or not turn_rewards.shape[1]:
             return NormalizedRewards(turn_rewards, None)
-        returns = turn_rewards.sum(1)
+        returns = sums_of(turn_rewards)
         center, scale = self.by(returns, group, iteration=iteration, all_reduce=all_reduce)
         scaled = turn_rewards / scale[:, None]
         if self.clips:

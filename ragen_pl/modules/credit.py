@@ -14,6 +14,7 @@ from ragen_pl.algorithms.credit import (
     carry_into_mask,
     place_turn_rewards,
 )
+from ragen_pl.algorithms.equality import sums_of
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.algorithms.whitening import whiten_by_environment
 from ragen_pl.base.distributed import sum_over_ranks
@@ -149,14 +150,16 @@ def _inputs(
         )
     rewards, returns = (
         place_turn_rewards(turn_rewards, layout.turn, token_masks.advantage),
-        turn_rewards.sum(1),
+        sums_of(turn_rewards),
     )
     if penalty is not None:
         rewards = rewards - carry_into_mask(penalty, token_masks.advantage, layout.turn)
         returns = returns - penalty.sum(1)
     if center is not None:
         returns = returns - center
-    has_states = bool((episodes.state >= 0).any()) or not len(episodes.turns)
+    # a rank may have none where others have some
+    known = int(sum_over_ranks((episodes.state >= 0).sum()))
+    has_states = bool(known) or not len(episodes.turns)
     has_potentials = bool(episodes.final_potential.isfinite().any()) or not len(episodes.turns)
     return AdvantageInputs(
         rewards=rewards,

@@ -10,6 +10,8 @@ from support.episodes.reference_cases import reference_cases
 from support.machines.threaded_ranks import on_ranks
 
 from ragen_pl.algorithms.advantages.gdpo import Decoupled, Final, gdpo
+from ragen_pl.algorithms.advantages.gigpo import step_returns
+from ragen_pl.algorithms.advantages.graphgpo import GraphRelative
 from ragen_pl.algorithms.advantages.group import (
     SuccessRelative,
     dr_grpo,
@@ -20,6 +22,7 @@ from ragen_pl.algorithms.advantages.group import (
 )
 from ragen_pl.algorithms.advantages.reinforce import batch, discounted_returns, raw
 from ragen_pl.algorithms.credit import AdvantageInputs
+from ragen_pl.algorithms.equality import sums_of
 from ragen_pl.algorithms.group_filter import AboveDeviation, KeepAll, TopCount, TopFraction, TopMass
 from ragen_pl.algorithms.whitening import masked_moments, whiten
 
@@ -49,6 +52,19 @@ def test_rounding_gives_no_advantage() -> None:
     # a difference of the last digits that training may learn from
     apart = torch.tensor([1.0, 1.0001])
     assert grpo(apart, group[:2]).abs().min() > 0.6 and AboveDeviation()(apart, group[:2]).all()
+
+
+def test_sums_of_the_same_rewards_are_equal_in_any_order() -> None:
+    """Also where they cancel: what rounding leaves has no size that it could be compared with."""
+    rewards = torch.tensor([[-0.1] * place + [1.0] + [-0.1] * (10 - place) for place in range(11)])
+    # turns of several actions
+    rewards = torch.cat([rewards, torch.tensor([[-0.3, 1.0, -0.7] + [0.0] * 8])])
+    group = torch.zeros(12, dtype=torch.int64)
+    assert grpo(rewards.sum(1), group).abs().max() > 0.01
+    assert not grpo(sums_of(rewards), group).any()
+    assert sums_of(rewards[:, :5]).tolist() == pytest.approx(rewards[:, :5].sum(1).tolist())
+    of_turns = step_returns(rewards[:11], gamma=1.0)
+    assert of_turns[:, 0].tolist() == [float(of_turns[0, 0])] * 11
 
 
 def test_group_baselines_by_hand() -> None:
@@ -106,6 +122,32 @@ def test_maxrl_reads_success_and_needs_one_that_is_said() -> None:
     given.success = None
     with pytest.raises(ValueError, match="no episode that says"):
         SuccessRelative()(given)
+
+
+@pytest.mark.parametrize("estimator", [SuccessRelative(), GraphRelative(scale_by_std=False)])
+def test_success_may_be_said_on_another_rank(estimator) -> None:
+    """On the first rank no episode says it, and a third one has no episodes."""
+
+    def of_rank(said: list[int]):
+        state = torch.zeros(len(said), 1, dtype=torch.int64)
+        inputs = of_one_token([float(max(one, 0)) for one in said], state=state)
+        inputs.success = torch.tensor(said, dtype=torch.int8)
+
+        def estimate(reduce) -> list[list[float]] | str:
+            try:
+                return estimator(inputs, all_reduce=reduce).advantages.tolist()
+            except ValueError as error:
+                return str(error)
+
+        return estimate
+
+    silent, says, empty = map(of_rank, ([-1, -2], [1, 0], []))
+    found = on_ranks(silent, says, empty)
+    assert found[0] == [[0.0], [0.0]] and found[1][0][0] > 0 > found[1][1][0] and found[2] == []
+    for text in on_ranks(silent, empty):
+        assert "no episode that says" in text
+    # none could
+    assert on_ranks(of_rank([-2, -2]), empty) == [[[0.0], [0.0]], []]
 
 
 @pytest.mark.parametrize("case", reference_cases("gdpo"))

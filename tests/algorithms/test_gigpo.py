@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ragen_pl.algorithms.advantages.gagpo import group_gae
 from ragen_pl.algorithms.advantages.gigpo import GroupInGroup, StepBaseline, gigpo
 
 # Two episodes: both begin in state 0; one meets state 5 twice, the other state 5 once and state 9.
@@ -54,3 +55,14 @@ def test_a_turn_in_an_unknown_state_has_the_advantage_of_its_episode() -> None:
         found = gigpo(rewards.sum(1), group, rewards, state, step_baseline=baseline, **settings)
         # the first turns are no turns from the same state
         torch.testing.assert_close(found, torch.tensor([[1.0, 1 + step], [-1.0, -1 - step]]))
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+def test_equal_episodes_have_no_advantage_by_rounding(lam) -> None:
+    """Discounted returns of the same rewards differ in their last bits from a reward and the value that follows."""
+    rewards = torch.tensor([[-0.1, -0.1, 0.3, 0.7]] * 3)
+    state, turns = torch.tensor([[0, 1, 2, 3]] * 3), torch.tensor([4, 4, 4])
+    same, apart = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
+    for group in (same, apart):
+        found = group_gae(rewards, state, group, turns, gamma=0.95, lam=lam)
+        assert found[:2].tolist() == [[0.0] * 4] * 2

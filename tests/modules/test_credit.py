@@ -8,9 +8,14 @@ import torch
 from support.episodes.trajectories import in_context, make_turn
 
 from ragen_pl.algorithms.advantages.bilevel import BilevelGAE
+from ragen_pl.algorithms.advantages.cast import SolverTeacher
 from ragen_pl.algorithms.advantages.gae import MaskedGAE
+from ragen_pl.algorithms.advantages.gagpo import GroupGAE
+from ragen_pl.algorithms.advantages.gated import GatedGAE
+from ragen_pl.algorithms.advantages.gdpo import Decoupled
 from ragen_pl.algorithms.advantages.gigpo import GroupInGroup
-from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut
+from ragen_pl.algorithms.advantages.graphgpo import GraphRelative
+from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut, SuccessRelative
 from ragen_pl.algorithms.advantages.reinforce import BatchRelative, RawReturn, ReinforcePlusPlus
 from ragen_pl.algorithms.advantages.turn import TurnGAE
 from ragen_pl.algorithms.advantages.turn_baseline import TurnLeaveOneOut
@@ -37,6 +42,13 @@ ESTIMATORS = [
     BatchRelative(),
     RawReturn(),
     ReinforcePlusPlus(gamma=0.9),
+    GatedGAE(gamma=0.9, lam=0.8, threshold=-1e9),
+    GatedGAE(gamma=0.9, threshold=1.0),
+    GroupGAE(gamma=0.9, lam=0.7),
+    GraphRelative(),
+    SolverTeacher(),
+    SuccessRelative(),
+    Decoupled(weights={"environment": 1.0}),
 ]
 TEXT = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
 
@@ -56,12 +68,13 @@ def episode(bundle, *, number: int, window: int | str, system: str | None = None
             make_turn(
                 observation=Observation(text=f"see {turn}"), response_ids=ids,
                 spans=rng.integers(1, 4, len(ids)).astype(np.int8), reward=float(rng.integers(-1, 2)),
-                state_key=f"state {rng.integers(3)}",
+                state_key=f"state {rng.integers(3)}", potential=-float((turn + number) % 4),
             )
         )  # fmt: skip
     trajectory = in_context(
         bundle, turns, window=window, system_prompt=system, group=number // 3, member=number % 3
     )
+    trajectory.success, trajectory.final_potential = number % 3 == 0, -float(number)
     if number == 4:
         trajectory.status = EpisodeStatus.TRUNCATED
         trajectory.final_prompt_ids = turns[-1].prompt_ids
@@ -187,6 +200,45 @@ def test_centering_without_a_critic_lowers_every_return_alike(bundle) -> None:
     assert float(both[0].advantages[first].abs().max()) > 0.1
     expected, found = (samples.advantages[first] for samples in both)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [None, ByGroup, ByBatch])
+def test_returns_of_the_same_rewards_are_equal_where_they_cancel(bundle, rule) -> None:
+    """Ten times -0.1 and once 1, whose sums differ by rounding and have no size to compare that with."""
+    played = [episode(bundle, number=number, window=1) for number in range(3)]
+    order = [[0, 10], [5, 5], [10, 0]]
+    for trajectory, (before, after) in zip(played, order, strict=True):
+        amounts = [-0.1] * before + [1.0] + [-0.1] * after
+        ids = np.append(np.arange(20, 22), bundle.end_of_turn_id)
+        turns = [make_turn(response_ids=ids, reward=amount) for amount in amounts]
+        trajectory.turns = in_context(bundle, turns, window=1, system_prompt=None).turns
+    batch = collate(played, bundle)
+    layout = CreditLayout.of(batch)
+    kept = compute_token_masks(batch, layout, Masks(), kl=None)
+    normalizers = [] if rule is None else [RewardNormalizer(by=rule())]
+    for estimator in (GroupRelative(), LeaveOneOut(), BatchRelative(), RawReturn()):
+        found = assign_credit(
+            batch, layout, kept, estimator, whiten_advantages=False, normalizers=normalizers
+        )
+        assert not found.advantages.any()
+    assert len({one.reward for one in played}) == 1
+
+
+def test_states_that_are_known_on_another_rank_alone_are_no_error(bundle, monkeypatch) -> None:
+    played = [episode(bundle, number=number, window=1) for number in range(3)]
+    for turn in (turn for one in played for turn in one.turns):
+        turn.state_key = None
+    batch = collate(played, bundle)
+    layout = CreditLayout.of(batch)
+    kept = compute_token_masks(batch, layout, Masks(), kl=None)
+    settings = {"estimator": GroupInGroup(), "whiten_advantages": False}
+    with pytest.raises(ValueError, match="found state=None"):
+        assign_credit(batch, layout, kept, **settings)
+    monkeypatch.setattr("ragen_pl.modules.credit.sum_over_ranks", lambda own: own + 1)
+    found = assign_credit(batch, layout, kept, **settings)
+    # the step has no part in it
+    expected = assign_credit(batch, layout, kept, GroupRelative(), whiten_advantages=False)
+    assert torch.equal(found.advantages, expected.advantages)
 
 
 class Broken(Estimator):

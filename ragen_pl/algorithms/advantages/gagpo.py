@@ -15,6 +15,7 @@ from ragen_pl.algorithms.advantages.gigpo import (
     step_returns,
 )
 from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, broadcast_turns
+from ragen_pl.algorithms.equality import agree
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import checked
@@ -52,7 +53,7 @@ def state_values(
         fallback=values[known],
     )
     visited = ~values.isnan()
-    rest = expected_rest(turn_rewards, group).double().nan_to_num(0.0)
+    rest = expected_rest(turn_rewards, group).nan_to_num(0.0)
     return torch.where(visited, values, rest), visited
 
 
@@ -70,7 +71,8 @@ def group_gae(
     `delta_k = r_k + gamma V(s_{k+1}) - V(s_k)`, where V is 0 after the last turn, and `A_k = delta_k + gamma lam_k
     A_{k+1}`. With `lam=1` it is the return from the turn on less the mean of other visits, the step advantage of GiGPO
     without its biases. Less lets the returns of other episodes stand for what has followed in the own one. Where no
-    other episode has visited the next state, lam_k is 1: its value would be that of no state.
+    other episode has visited the next state, lam_k is 1: its value would be that of no state. A delta of values that
+    are equal but for rounding is 0.
 
     Args:
         turn_rewards: `[trajectories, turns]`, 0 beyond the last turn.
@@ -95,7 +97,9 @@ def group_gae(
     following = torch.nn.functional.pad(values[:, 1:], (0, 1))
     bootstraps = torch.nn.functional.pad(visited[:, 1:], (0, 1))
     discount = torch.as_tensor(gamma, dtype=torch.float64, device=values.device)
-    delta = torch.where(inside, turn_rewards.double() + discount * following - values, 0.0)
+    reached = turn_rewards.double() + discount * following
+    equal = agree(torch.maximum(reached, values), torch.minimum(reached, values))
+    delta = torch.where(inside & ~equal, reached - values, 0.0)
     decay = torch.where(bootstraps, discount * lam, discount.expand_as(values))
     return torch.where(inside, reverse_scan(delta.float(), decay=decay.float()), 0.0)
 

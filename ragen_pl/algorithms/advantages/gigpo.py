@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.advantages.group import dr_grpo, grpo, rloo
 from ragen_pl.algorithms.credit import AdvantageInputs, Advantages, Estimator, broadcast_turns
-from ragen_pl.algorithms.equality import agree
+from ragen_pl.algorithms.equality import agree, sums_of
 from ragen_pl.algorithms.scan import reverse_scan
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import checked
@@ -28,8 +28,9 @@ def step_returns(turn_rewards: Tensor, *, gamma: float | Tensor) -> Tensor:
     >>> step_returns(torch.tensor([[0.0, 1.0, 2.0]]), gamma=0.5)
     tensor([[1., 2., 2.]])
     """
-    rewards = turn_rewards.float()
-    return reverse_scan(rewards, decay=(torch.ones_like(rewards) * gamma).float())
+    # in float32 the order of the rewards would show in the last bits
+    rewards = turn_rewards.double()
+    return reverse_scan(rewards, decay=torch.ones_like(rewards) * gamma).float()
 
 
 def anchor_groups(state: Tensor, group: Tensor) -> Tensor:
@@ -175,14 +176,15 @@ def expected_rest(turn_rewards: Tensor, group: Tensor) -> Tensor:
         group: int64 `[trajectories]`.
 
     Returns:
-        `[trajectories, turns]`; NaN for a group of one.
+        float64 `[trajectories, turns]`; NaN for a group of one.
 
-    >>> expected_rest(torch.tensor([[1.0, 2.0], [4.0, 0.0]]), torch.tensor([0, 0]))
-    tensor([[ 4.,  3.],
-            [ 3., -1.]])
+    >>> expected_rest(torch.tensor([[1.0, 2.0], [4.0, 0.0]]), torch.tensor([0, 0])).tolist()
+    [[4.0, 3.0], [3.0, -1.0]]
     """
-    of_others = turn_rewards.sum(1) - rloo(turn_rewards.sum(1), group)
-    before = turn_rewards.cumsum(1) - turn_rewards
+    rewards = turn_rewards.double()
+    returns = sums_of(rewards)
+    of_others = returns - rloo(returns, group)
+    before = rewards.cumsum(1) - rewards
     members = (group[:, None] == group[None, :]).sum(1)
     return torch.where(members > 1, of_others, torch.nan)[:, None] - before
 
