@@ -490,8 +490,10 @@ def _success(trajectory: Trajectory) -> int:
 
 
 def _sums_of_terms(trajectory: Trajectory, names: Sequence[str]) -> list[float]:
-    """Return the sum of each reward term over all turns, 0 where it is not set."""
-    return [sum(turn.reward_terms.get(name, 0.0) for turn in trajectory.turns) for name in names]
+    """Return the sum of each reward term over all turns, the same in any order of them; 0 where it is not set."""
+    return [
+        math.fsum(turn.reward_terms.get(name, 0.0) for turn in trajectory.turns) for name in names
+    ]
 
 
 def _or_unknown(potential: float | None) -> float:

@@ -110,3 +110,16 @@ def test_groups_without_a_solved_episode_have_the_advantage_of_the_episode_alone
     assert nearer[1, 0] == pytest.approx(-0.5 - (0.95 - 0.95**2) / 2)
     with pytest.raises(ValueError, match="no episode that says whether the task is solved"):
         estimator(credit([-1, -1], [8, 8]))
+
+
+def test_turns_that_do_not_advance_are_compared_with_no_step() -> None:
+    """The first episode begins with a summary; both then take the step to the goal."""
+    turn = torch.tensor([[0, 1], [0, -1]])
+    mask = turn >= 0
+    inputs = AdvantageInputs(
+        rewards=torch.zeros(2, 2), values=None, advantage_mask=mask, loss_mask=mask, turn=turn,
+        group=torch.tensor([0, 0]), bootstrap=torch.zeros(2), returns=torch.zeros(2),
+        state=torch.tensor([[5, 5], [5, -1]]), final_state=torch.tensor([6, 6]),
+        success=torch.tensor([1, 1], dtype=torch.int8), advances=torch.tensor([[False, True], [True, True]]),
+    )  # fmt: skip
+    assert not GraphRelative()(inputs).advantages.any()

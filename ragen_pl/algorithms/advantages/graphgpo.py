@@ -127,6 +127,8 @@ def graphgpo(
 class GraphRelative(Estimator):
     """The episode against its group, and each turn by how near to the goal it leads in the graph of visited states.
 
+    A turn that does not advance, such as a summary, stays in its state. It is no step that others are compared with.
+
     Attributes:
         omega: Discount per turn to the goal.
         step_weight: Weight of the step advantage.
@@ -156,10 +158,13 @@ class GraphRelative(Estimator):
         if inputs.final_state is not None:
             final = inputs.final_state
         distance = goal_distances(state, final, success, inputs.group, inputs.turns)
+        steps = state
+        if inputs.advances is not None:
+            steps = torch.where(inputs.advances[:, : state.shape[1]], state, -1)
         of_turn = graphgpo(
             inputs.returns,
             distance,
-            state,
+            steps,
             inputs.group,
             omega=self.omega,
             step_weight=self.step_weight,
