@@ -43,7 +43,7 @@ SWITCHES = [
     ("starpo", f"{MASK}.think_weighted", "weight"),
     ("starpo " + f"{MASK}.think_weighted", "+algorithm.masks.loss.think=0.1", "weight"),
     ("starpo", f"{CREDIT}.action_span", "credited"),
-    ("starpo", f"{CREDIT}.until_action", "credited"),
+    ("starpo algorithm.estimator.lam=0.9", f"{CREDIT}.until_action", "credited"),
     ("starpo " + f"{CREDIT}.action_span", "+algorithm.masks.advantage.fill_empty=true", None),
     ("starpo", "algorithm.masks.top_entropy=0.2", "trained"),
     ("starpo", "algorithm.masks.overlong_responses=mask", "trained"),
