@@ -28,7 +28,7 @@ from ragen_pl.models.distribution import TopTokens
 from ragen_pl.modules.critic import CriticModule
 from ragen_pl.modules.masking import Mask
 from ragen_pl.modules.policy import TokenScores
-from ragen_pl.modules.reference import InitialPolicy, Reference, divergence
+from ragen_pl.modules.reference import InitialPolicy, OfPolicy, Reference, divergence
 from ragen_pl.prompts.hint import Hint
 from ragen_pl.trajectory import Role
 
@@ -311,11 +311,12 @@ class UpdateLoss:
             )
 
     def check_run(self, facts: RunFacts) -> None:
-        """Check that samples of older weights are corrected for, and that whitening moves no baseline.
+        """Check that samples of older weights are corrected for, that whitening moves no baseline, and what is learned.
 
         Raises:
-            ValueError: They are not, or it does.
+            ValueError: They are not, it does, or nothing is.
         """
+        self._check_teacher()
         how = self.policy.aggregation
         if facts.environments > 1 and how in (
             Aggregation.SEQ_MEAN_TOKEN_MEAN,
@@ -333,6 +334,28 @@ class UpdateLoss:
             component.check_run(facts)
         if self.whiten and facts.baseline is not None:
             facts.refuse_whitening(facts.estimator, scope=facts.baseline)
+
+    def _check_teacher(self) -> None:
+        """Check that the policy learns something from a reference that is its teacher.
+
+        Raises:
+            ValueError: It does not.
+        """
+        kl = self.kl
+        if kl is None or not self._has_kl:
+            return
+        if kl.hint is not None and kl.estimator is KLEstimator.K1:
+            raise ValueError(
+                "algorithm.loss.kl.estimator=k1 with a hint: in the loss its gradient does not depend on what the "
+                "reference reads; set full_reverse or k2"
+            )
+        learns_more = self._trains_sampled or self.trains_text
+        if any(instances((kl.reference,), OfPolicy)) and kl.hint is None and not learns_more:
+            raise ValueError(
+                f"algorithm.loss.policy_coefficient={self.policy_coefficient:g}: the reference is the policy itself, "
+                "from which it has nothing to learn; set algorithm.loss.kl.hint, a teacher as "
+                "algorithm.loss.kl.reference, or policy_coefficient=1.0"
+            )
 
     def require_correction(self) -> None:
         """Check that samples of older weights are corrected for.

@@ -145,8 +145,12 @@ class ChecksPolicy(Protocol):
         """
 
 
+class OfPolicy:
+    """Base of references with weights that the policy has or had. Without hints the policy begins as their equal."""
+
+
 @dataclass(frozen=True)
-class FrozenCopy:
+class FrozenCopy(OfPolicy):
     """The policy with its initial weights: after the warm start, or as it was loaded.
 
     Weights that the policy does not train are shared with it, such as those under LoRA adapters.
@@ -225,7 +229,7 @@ class AveragedPolicy(PolicyModule):
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class MovingAverage:
+class MovingAverage(OfPolicy):
     """A moving average of the policy's weights.
 
     Attributes:
@@ -250,7 +254,7 @@ class MovingAverage:
 
 
 @dataclass(frozen=True)
-class AdaptersOff:
+class AdaptersOff(OfPolicy):
     """The policy with its LoRA adapters switched off, without a second copy of the weights."""
 
     needs_trust = ()
@@ -291,7 +295,7 @@ class AdaptersOff:
 
 
 @dataclass(frozen=True)
-class InitialPolicy:
+class InitialPolicy(OfPolicy):
     """The policy with its initial weights, in the cheaper of two ways.
 
     `AdaptersOff` if only fresh adapters are trained and the weights under them are as loaded, else a `FrozenCopy`.

@@ -52,7 +52,7 @@ def test_coefficients_follow_the_iterations_also_where_a_run_is_resumed(setup_of
     [
         (["algorithm=rloo"], "place=reward; both coef"),
         (["algorithm=starpo", "algorithm.loss.kl=null"], "no divergence from a teacher; set"),
-        (["algorithm=starpo", "algorithm.loss.policy_coefficient=0"], "policy_coefficient=0 and"),
+        (["algorithm=opsd"], "policy_coefficient=0 and"),
     ],
 )
 def test_a_loss_without_both_terms_is_refused(overrides, message):
