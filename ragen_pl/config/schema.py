@@ -408,7 +408,7 @@ class _Settings(TypedDict, total=False):
     dtype: Literal["float32", "bfloat16"] | None
 
     # audit
-    groups: Count
+    groups: Annotated[int, Ge(2), Note("initial states, which the intervals are drawn over")]
     group_size: Annotated[int, Ge(2), Note("episodes from each initial state")]
     continuations: Annotated[int, Ge(2), Note("episodes from each state")]
     algorithms: Sequence[str] | None

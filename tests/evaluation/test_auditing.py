@@ -210,6 +210,12 @@ def test_command_audits_a_run(run, audit, tmp_path):
 @pytest.mark.slow
 def test_what_cannot_be_audited_is_refused_in_one_line(run, audit, tmp_path):
     assert "algorithms=tricco" in audit(f"ckpt={run}", "algorithms=[tricco]").refused()
+    # one group would give intervals without a width
+    for key in ("groups", "group_size", "continuations"):
+        assert (
+            f"{key}=1: expected a whole number, at least 2"
+            in audit(f"ckpt={run}", f"{key}=1").refused()
+        )
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     settings = (run / "config.yaml").read_text()
