@@ -38,7 +38,7 @@ def explained_variance(
 class GatedGAE(MaskedGAE):
     """Token-level GAE, or returns less their mean, by what the critic explains (EVPO; Pan et al., 2026).
 
-    With G the discounted return from a token on and V the critic, `EV = 1 - Var(G - V) / Var(G)` over the tokens of
+    With G the discounted and normalized return from a token on and V the critic, `EV = 1 - Var(G - V) / Var(G)` over the tokens of
     M_adv of the whole batch says whether subtracting V lowers the variance of the advantages (arXiv 2604.19485). While
     `EV > threshold` the advantages are those of `MaskedGAE`, otherwise `G - mean(G)`. The critic learns in both cases,
     from the targets of `MaskedGAE`. A truncated episode bootstraps in both.
@@ -70,6 +70,10 @@ class GatedGAE(MaskedGAE):
             lam=1.0,
             bootstrap=inputs.bootstrap,
         )
+        if inputs.center is not None:
+            # the values are those of the returns before
+            returns = torch.where(mask, returns - inputs.center[:, None], 0.0)
+            values = values - inputs.center[:, None]
         explained = explained_variance(returns, values, mask, all_reduce=all_reduce)
         mean, spread = masked_moments(returns, mask, all_reduce=all_reduce)
         if float(explained) > self.threshold:
