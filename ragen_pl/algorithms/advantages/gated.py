@@ -38,10 +38,10 @@ def explained_variance(
 class GatedGAE(MaskedGAE):
     """Token-level GAE, or returns less their mean, by what the critic explains (EVPO; Pan et al., 2026).
 
-    With G the discounted and normalized return from a token on and V the critic, `EV = 1 - Var(G - V) / Var(G)` over the tokens of
-    M_adv of the whole batch says whether subtracting V lowers the variance of the advantages (arXiv 2604.19485). While
-    `EV > threshold` the advantages are those of `MaskedGAE`, otherwise `G - mean(G)`. The critic learns in both cases,
-    from the targets of `MaskedGAE`. A truncated episode bootstraps in both.
+    With G the discounted and normalized return from a token on and V the critic, `EV = 1 - Var(G - V) / Var(G)` over
+    the tokens of M_adv of the whole batch says whether subtracting V lowers the variance of the advantages (arXiv
+    2604.19485). While `EV > threshold` the advantages are those of `MaskedGAE`, otherwise `G - mean(G)`. The critic
+    learns in both cases, from the targets of `MaskedGAE`. A truncated episode bootstraps in both.
 
     An episode is in the mean that is subtracted from it, which scales the gradient by the order of one over the number
     of episodes. The choice is made anew in each iteration, from its own episodes; nothing is carried over.
