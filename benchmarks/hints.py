@@ -25,7 +25,7 @@ from runner import QUIET, ROOT, fit
 
 from ragen_pl.envs.frozen_lake import FrozenLake
 
-_COMMON = (
+COMMON = (
     *QUIET, "callbacks.diagnostics=null", "callbacks.collapse=null", "callbacks.plots=null",
     "validation.baselines=null", "validation.blank=false", "curriculum=null", "learning_rate_end=1.0",
     "optimizer.lr=4e-4", "rollout.groups=16", "rollout.group_size=8",
@@ -79,7 +79,7 @@ def main() -> None:
     # the runs import the lake below
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     for seed in range(options.seeds):
-        own = (*_COMMON, f"seed={seed}")
+        own = (*COMMON, f"seed={seed}")
         teacher, start = options.out / "teacher" / str(seed), options.out / "start" / str(seed)
         fit(teacher, *_TEACHER, *own, "algorithm=rloo", "trainer.max_epochs=0")
         task = TASKS["frozenlake_visual"]
