@@ -69,9 +69,19 @@ def free_host_memory() -> int | None:
 
 
 def used_memory() -> int | None:
-    """Return the bytes that this process has in use after a garbage collection; None where the system does not tell."""
+    """Return the bytes that this process has in use after a garbage collection; None where the system does not tell.
+
+    Pages of files, such as those of libraries, do not count: the system may take them back at any time.
+    """
     gc.collect()
-    return resident_memory()
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = [
+        int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))
+    ]
+    return sum(kilobytes) * 1024 if kilobytes else None
 
 
 def resident_memory() -> int | None:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import gymnasium
 import numpy as np
@@ -279,7 +280,9 @@ class Hoards(Sound):
         self.kept = []
 
     def reset(self, *, seed=None, options=None):
-        self.kept.append(np.ones(2**20))
+        # pages of its own: an array might take those that others in this process have freed
+        self.kept.append(mmap(-1, 2**23, flags=MAP_PRIVATE | MAP_ANONYMOUS))
+        self.kept[-1].write(bytes([1]) * 2**23)
         return super().reset(seed=seed)
 
 

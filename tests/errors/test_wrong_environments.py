@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from support.runs.composing import composed
 
+from ragen_pl.base.machine import resident_memory, used_memory
 from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.environments.check import check_environment
 from ragen_pl.run.baselines import warn_of_garbage
@@ -128,6 +130,18 @@ def test_an_environment_that_keeps_memory_is_reported(custom, monkeypatch, tmp_p
     assert "MiB of memory" not in caplog.text
     checked(custom, monkeypatch, tmp_path, "Hoards")
     assert re.search(r"Hoards: each episode keeps about [78] MiB of memory; free it", caplog.text)
+
+
+def test_pages_of_files_are_no_memory_in_use(tmp_path):
+    """The system takes them back at any time, which would hide what an environment keeps."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(2**24))
+    before, resident = used_memory(), resident_memory()
+    if before is None:
+        pytest.skip("the system does not tell")
+    array = np.memmap(file, mode="r")
+    assert array.sum() == 0
+    assert resident_memory() - resident > 2**23 > used_memory() - before
 
 
 def test_an_environment_that_says_no_success_is_reported(custom, monkeypatch, tmp_path, caplog):
