@@ -40,6 +40,7 @@ _ACT = (
 PROBED = ("callbacks.diagnostics.probe_every_n_iterations=1",)
 # StarPO-S keeps a quarter of the groups (Wang et al. 2025, arXiv 2504.20073); its critic and loss without KL are common
 _FILTER = (
+    "rollout.groups=16", "rollout.group_size=4",
     "algorithm.filter.keep._target_=ragen_pl.algorithms.group_filter.TopFraction",
     "+algorithm.filter.keep.fraction=0.25", "+algorithm.filter.keep.minimum=1",
     "update.minibatches=1",  # of as many episodes as without it
@@ -81,20 +82,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "collapse")
     parser.add_argument("--lr", type=float, default=7.5e-4)
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--groups", type=int, default=16, help="groups of four episodes")
+    parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "collapse.md")
     parser.add_argument("--overrides", nargs="+", default=(), help="further overrides of every run")
     args = parser.parse_args()
     out = args.out.absolute()
     collapsing = (
         f"optimizer.lr={args.lr:g}", "learning_rate_end=1.0", "algorithm.loss.kl.coefficient=0.0",
-        f"rollout.groups={args.groups}", "rollout.group_size=4", f"trainer.max_epochs={args.iterations}", *PROBED,
+        f"rollout.groups={args.groups}", f"trainer.max_epochs={args.iterations}", *PROBED,
     )  # fmt: skip
     # its loss covers the thoughts
     task = ("env=frozenlake_visual", "algorithm=trico", *args.overrides)
     # all seeds of a variant before the next one
-    for name, seed in product(VARIANTS, range(args.seeds)) if args.action == "run" else ():
+    for name, seed in product(args.variants, range(args.seeds)) if args.action == "run" else ():
         weights = out / str(seed) / "warm_start" / "warm_start.pt"
         common = (*task, f"seed={seed}", *QUIET, "validation.baselines=null")
         fit(weights.parent, *common, "trainer.max_epochs=0", "trainer.limit_val_batches=0")
@@ -104,6 +106,8 @@ def main() -> None:
             "callbacks.collapse.good_every_n_iterations=1",
         )  # fmt: skip
     runs = {name: _ended(out, name) for name in VARIANTS}
+    if not runs[NO_ACTIONS]:
+        return
     write_page(
         {name: found for name, found in runs.items() if found},
         alarms=alarms_of(out / "0" / _folder(NO_ACTIONS)),
@@ -292,10 +296,10 @@ seeds):
 |---|---|---|---|---|
 {alarm_rows}
 
-Variants from the same initial weights: none, parts of StarPO-S and a KL penalty from the start, and actions of the
-monitor. Greedy success on the held-out validation set after the last iteration by seed, the iteration from which
-sampled success is lost, and of the last iteration the accuracy of the thoughts and the share of valid actions. The
-monitor ends a run whose rollbacks did not help:
+Variants from the same initial weights: none, parts of StarPO-S (its filter with 16 groups of four episodes) and a KL
+penalty from the start, and actions of the monitor. Greedy success on the held-out validation set after the last
+iteration by seed, the iteration from which sampled success is lost, and of the last iteration the accuracy of the
+thoughts and the share of valid actions. The monitor ends a run whose rollbacks did not help:
 
 | variant | success by seed | mean | success is lost | think accuracy | valid actions | runs ended by the monitor |
 |---|---|---|---|---|---|---|
