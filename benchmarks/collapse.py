@@ -289,7 +289,8 @@ at 7.5e-4, which collapses in no seed, and at others with the default start:
 {command}
 ```
 
-Sampled success stays below half of its first values in {lost} of {seeds} seeds, from the iteration {iterations}.{untold}
+Sampled success stays below half of its first values in {lost} of {seeds} seeds, from the iteration
+{iterations}.{untold}
 
 ![Diagnostics, and sampled success by variant]({image})
 

@@ -209,7 +209,7 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     collapse.write_page(runs, alarms=alarms, page=page, command="fit")
     text = page.read_text()
     # it exceeds half again in iteration 5; the second run ends before, the third does not collapse
-    assert "in 2 of 3 seeds, from the iteration 6, 4, never." in text
+    assert "in 2 of 3 seeds, from the iteration\n6, 4, never." in text
     truth = "| `think_accuracy` | `think_accuracy_ratio` below 0.5 | 2, 2, 2 | 2 of 2 | +3 |"
     form = "| `format` | `valid_actions` below 0.5 | 4, 4, never | 1 of 2 | +1 |"
     never = "| `entropy` | `entropy` below 0.1 | never, never, never | 0 of 2 |  |"
