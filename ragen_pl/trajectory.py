@@ -438,6 +438,14 @@ class Trajectory:
         return any(turn.success is not None for turn in acted) if acted else None
 
     @property
+    def is_silent(self) -> bool:
+        """Whether no step has said whether the task is solved, and one could.
+
+        The last step, which a truncated episode lacks, may be the only one to say so.
+        """
+        return self.says_success is False and self.status is not EpisodeStatus.TRUNCATED
+
+    @property
     def reward(self) -> float:
         """Undiscounted return: the sum of the turns' rewards, the same in any order of them."""
         return math.fsum(turn.reward for turn in self.turns)

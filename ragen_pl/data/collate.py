@@ -482,11 +482,7 @@ def _success(trajectory: Trajectory) -> int:
     """Return 1 where the task was solved, 0 where not, -1 and -2 as `AdvantageInputs.success`."""
     if trajectory.says_success or trajectory.success:
         return int(trajectory.success)
-    # the last step, which a truncated episode lacks, may be the only one to say so
-    could_say = (
-        trajectory.says_success is False and trajectory.status is not EpisodeStatus.TRUNCATED
-    )
-    return -1 if could_say else -2
+    return -1 if trajectory.is_silent else -2
 
 
 def _sums_of_terms(trajectory: Trajectory, names: Sequence[str]) -> list[float]:

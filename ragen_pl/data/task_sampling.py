@@ -121,10 +121,7 @@ class SampledTasks:
         sums = torch.zeros(len(self.scores), 3, dtype=torch.float64)
         for task, one in played:
             if one.status is not EpisodeStatus.FAILED:
-                # the last step, which a truncated episode lacks, may be the only one to say it
-                could_say = one.status is not EpisodeStatus.TRUNCATED
-                silent = could_say and one.says_success is False
-                columns = [1.0, float(one.success), float(silent)]
+                columns = [1.0, float(one.success), float(one.is_silent)]
                 sums[task] += torch.tensor(columns, dtype=torch.float64)
         counts, solved, silent_ones = sum_over_ranks(sums).T.tolist()
         if sum(counts) and sum(silent_ones) == sum(counts):
