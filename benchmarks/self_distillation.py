@@ -3,8 +3,8 @@
 Criterion, written before the runs: it helps if success of `opsd` less that of `rloo` after 16 iterations of 128
 episodes is at least 0.02, with an interval above 0; three seeds. The policy begins with demonstrations on lakes that
 are shown as images, of which half have the state in words too. There the demonstrations are noisy shortest paths, on
-the others they ignore holes. All training and validation after that is without words; `told` validates the start with
-them.
+the others they ignore holes. All training and validation after that is without words; `described` validates the
+start with them.
 
     python benchmarks/self_distillation.py --out /tmp/self
     python -m ragen_pl.compare 'run=[/tmp/self/opsd/0,…]' 'with=[/tmp/self/rloo/0,…]'
@@ -29,7 +29,7 @@ from ragen_pl.visual_envs.frozen_lake import FrozenLakeVisual
 
 _ITERATIONS = 16
 _TASK = (
-    *(line for line in TASKS["frozenlake_visual"] if not line.startswith("curriculum")), *COMMON,
+    *TASKS["frozenlake_visual"], *COMMON,
     "env.target=self_distillation.SometimesDescribedLake", "warm_start.steps=600", "warm_start.episodes=4096",
     "warm_start.demonstrator._target_=self_distillation.ByDescription", "~warm_start.demonstrator.noise",
     "~warm_start.demonstrator.base",
@@ -37,7 +37,7 @@ _TASK = (
 _ARMS = {
     "rloo": ("algorithm=rloo", "algorithm.loss.kl.coefficient=0.0", "algorithm.loss.kl.reference=null"),
     "opsd": ("algorithm=opsd", "algorithm.loss.kl.hint.template='{state}'"),
-    "told": ("algorithm=rloo", "+env.kwargs.described=1.0"),
+    "described": ("algorithm=rloo", "+env.kwargs.described=1.0"),
 }  # fmt: skip
 
 
@@ -68,17 +68,20 @@ class SometimesDescribedLake(FrozenLakeVisual):
 
 
 class ByDescription:
-    """Demonstrator that follows noisy shortest paths where the state is told, and ignores holes elsewhere."""
+    """Demonstrator that follows noisy shortest paths in episodes with words, and ignores holes in the others."""
 
     needs_trust = ()
 
     def __init__(self) -> None:
-        self._told, self._not_told = NoisyPolicy(noise=0.25, base=BasePolicy.OPTIMAL), NoisyPolicy()
+        self._with_words, self._without_words = (
+            NoisyPolicy(noise=0.25, base=BasePolicy.OPTIMAL),
+            NoisyPolicy(),
+        )
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
         """Return an action."""
         lake: Any = env.unwrapped
-        return (self._told if lake.is_described else self._not_told).act(env, rng)
+        return (self._with_words if lake.is_described else self._without_words).act(env, rng)
 
 
 def main() -> None:
@@ -96,7 +99,7 @@ def main() -> None:
         for arm, overrides in _ARMS.items():
             fit(
                 out / arm / str(seed), *own, *overrides, f"warm_start.weights='{start / 'warm_start.pt'}'",
-                f"trainer.max_epochs={0 if arm == 'told' else _ITERATIONS}",
+                f"trainer.max_epochs={0 if arm == 'described' else _ITERATIONS}",
                 f"trainer.check_val_every_n_epoch={_ITERATIONS // 2}",
             )  # fmt: skip
     for arm in _ARMS:

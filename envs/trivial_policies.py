@@ -89,7 +89,7 @@ class Cycle:
 
 
 def _before_the_decision(desk: Any, rng: np.random.Generator) -> str | None:
-    """Return what comes before a decision, or what the customer says in the customer's seat; None if all is known."""
+    """Return the step before a decision, or the customer's line in the customer's seat; None if all is known."""
     from .support_desk_policy import Rule
 
     if desk.to_move() == desk.user_seat:
