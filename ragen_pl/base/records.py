@@ -84,6 +84,8 @@ class Record(TypedDict):
     error: NotRequired[str | None]
     initial_state: NotRequired[str | None]
     environment: NotRequired[str | None]
+    seat: NotRequired[int | None]
+    opponent: NotRequired[str | None]
     user_errors: NotRequired[list[list[str]]]
 
 
@@ -238,6 +240,8 @@ def to_record(
         "difficulty": trajectory.difficulty,
         "error": trajectory.error,
         "environment": trajectory.environment,
+        "seat": trajectory.seat if trajectory.seats > 1 else None,
+        "opponent": trajectory.opponent,
         "user_errors": trajectory.user_errors,
         "turns": turns,
         "final_images": images.names(trajectory.final_images) if images else [],

@@ -113,9 +113,16 @@ function headingOf(episode) {
   return episode.policy === "policy" ? name : `${visible(episode.policy)} · ${name}`;
 }
 
+// An earlier policy has the number of the iteration that began with its weights, or the name of a file.
+function opponentOf(episode) {
+  const name = episode.opponent ? visible(episode.opponent) : "";
+  return name && `against ${/^\d+$/.test(name) ? `the policy of iteration ${name}` : name}`;
+}
+
 function episodeOf(episode) {
   const facts = [`${episode.turns.length} turn${episode.turns.length === 1 ? "" : "s"}`, `return ${number(episode.return, 2)}`,
-    episode.status.replace("_", " "), episode.difficulty === null ? "" : `difficulty ${episode.difficulty}`];
+    episode.status.replace("_", " "), episode.difficulty === null ? "" : `difficulty ${episode.difficulty}`,
+    Number.isInteger(episode.seat) ? `seat ${episode.seat}` : "", opponentOf(episode)];
   const userErrors = (episode.user_errors || []).flat();
   const finals = episode.final_images.map((name) => image(name, "state after the last turn")).filter(Boolean);
   return make("article", { class: "episode" },

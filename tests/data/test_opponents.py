@@ -14,6 +14,7 @@ from envs.kuhn_poker import KuhnPoker
 from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
 from ragen_pl.assembly.component_checks import check_components
 from ragen_pl.assembly.weights import trained_weights
+from ragen_pl.base.records import to_record
 from ragen_pl.config import ConfigError, check_config
 from ragen_pl.config.composition import compose_overrides
 from ragen_pl.data.datamodule import RolloutDataModule
@@ -54,6 +55,10 @@ def test_an_opponents_turns_are_not_trained_on_and_the_policy_has_the_seats_in_t
     # groups 1 and 3 play against the first snapshot
     alone = {(game, seat, None) for game in (0, 2) for seat in (0, 1)}
     assert seats == alone | {(1, 0, "0"), (3, 1, "0")}
+    records = [to_record(one) for one in played]
+    assert [(one["seat"], one["opponent"]) for one in records] == [
+        (one.seat, one.opponent) for one in played
+    ]
     assert Counter(one.group for one in played) == dict.fromkeys((0, 1, 2, 4, 5, 7), 3)
     # every sample of the batch is one of these turns
     assert len(data.buffer.samples) == sum(len(one.turns) for one in played)
