@@ -40,6 +40,10 @@ class Curve:
     sampled: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    def success_at(self, seconds: float) -> float:
+        """Return the success after so many seconds, interpolated between validations."""
+        return float(np.interp(seconds, self.seconds, self.success))
+
 
 def read_curve(folder: Path) -> Curve:
     """Read the curve of a run from its record, and its final metrics."""
@@ -111,11 +115,12 @@ def table(curves: Mapping[tuple[str, int], Curve]) -> str:
         area, area_half = interval([_area(run) for run in runs])
         spread = f"{max(final):.3f}, {min(final):.3f}"
         accuracy = [run.metrics.get("val/think_accuracy", math.nan) for run in runs]
-        sampled = _with_interval(*interval([run.sampled for run in runs]))
+        sampled = with_half_width(*interval([run.sampled for run in runs]))
+        final_text = with_half_width(mean, half)
         iterations = np.mean([run.iterations[-1] for run in runs])
         lines.append(
-            f"| {algorithm} | {len(runs)} | {start:.3f} | {_with_interval(mean, half)} | {spread} | {iterations:.0f} | "
-            f"{_with_interval(area, area_half)} | {sampled} | {np.mean(accuracy):.2f} |"
+            f"| {algorithm} | {len(runs)} | {start:.3f} | {final_text} | {spread} | {iterations:.0f} | "
+            f"{with_half_width(area, area_half)} | {sampled} | {np.mean(accuracy):.2f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -138,14 +143,15 @@ def paired(curves: Mapping[tuple[str, int], Curve]) -> str:
         if not pairs:
             continue
         cells = [
-            _with_interval(*interval([read(own) - read(other) for own, other in pairs]), sign="+")
+            with_half_width(*interval([read(own) - read(other) for own, other in pairs]), sign="+")
             for read in readings
         ]
         lines.append(f"| {algorithm} | {len(pairs)} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
-def _with_interval(mean: float, half: float, *, sign: str = "") -> str:
+def with_half_width(mean: float, half: float, *, sign: str = "") -> str:
+    """Return a mean and half the width of its interval as text."""
     return f"{mean:{sign}.3f}" if math.isnan(half) else f"{mean:{sign}.3f} ± {half:.3f}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from comparison_report import Curve, draw
+from comparison_report import Curve, draw, interval, with_half_width
 from runner import cost_of, is_finished
 
 from ragen_pl.evaluation.comparison import METRICS, Comparison, compare, with_interval
@@ -134,7 +134,7 @@ def _results(
     missing = [arm for arm in finding.arms if arm not in runs]
     return result, [
         f"**{result[0].upper()}{result[1:]}**: {with_interval(difference)}.",
-        _table(finding, runs, found, out=out),
+        _table(finding, runs, found, curves, out=out),
         *([f"Open: {', '.join(missing)}."] if missing else []),
         f"{decided.episodes} episodes from {decided.states} initial states. {_hours(runs, out=out)}",
         f"![Success by iteration and by processor time]({plot.name})",
@@ -145,15 +145,19 @@ def _table(
     finding: Finding,
     runs: Mapping[str, Mapping[int, Cell]],
     found: Mapping[str, Comparison],
+    curves: Mapping[tuple[str, int], Curve],
     *,
     out: Path,
 ) -> str:
     less = finding.criterion.less
-    lines = [
-        f"| arm | seeds | success | less *{less}* | return, less *{less}* | sampled tokens | processor s of a run "
-        "| and of its warm start |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    # a run without RL has one validation
+    seconds = min(float(one.seconds[-1]) for one in curves.values() if len(one.seconds) > 1)
+    columns = (
+        "arm", "seeds", "success", f"less *{less}*", f"return, less *{less}*",
+        f"success after {seconds:.0f} processor s of RL", "sampled tokens", "processor s of a run",
+        "and of its warm start",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     first = next(iter(found.values()))
     for arm in finding.arms:
         if arm != less and arm not in found:
@@ -172,10 +176,13 @@ def _table(
                 [cell.start(out) for cell in runs[arm].values()],
             )
         )
-        lines.append(
-            f"| {arm} | {len(one.sides[side])} | {own.value:.3f} [{own.low:.3f}, {own.high:.3f}] | "
-            f"{' | '.join(differences)} | {one.costs[side]['response_tokens']:,.0f} | {spent:.0f} | {before:.0f} |"
-        )
+        at_time = [curve.success_at(seconds) for (name, _), curve in curves.items() if name == arm]
+        cells = (
+            arm, str(len(one.sides[side])), f"{own.value:.3f} [{own.low:.3f}, {own.high:.3f}]", *differences,
+            with_half_width(*interval(at_time)), f"{one.costs[side]['response_tokens']:,.0f}", f"{spent:.0f}",
+            f"{before:.0f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -214,4 +221,6 @@ interquartile mean over its seeds, and in brackets the 95% interval of a bootstr
 ([how](evaluation.md#compare-runs)). Differences are paired by seed and by episode. A finding *holds* if the interval of
 the difference that decides lies above 0 and the difference is as large as the criterion says. It *does not hold* if the
 whole interval is below that. Else it *cannot be told*. A finding without runs is open. The processor seconds of a run
-are those of its whole process, start, validations and summary included."""
+are those of its whole process, start, validations and summary included. Success at equal time is interpolated between
+the validations of each run, at the processor time of rollouts and updates in which the fastest run has ended, as a mean
+over seeds with its 95% interval (Student's t)."""

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from support.runs.composing import composed
 from support.runs.small_runs import SMALL
@@ -116,6 +117,12 @@ def test_a_finding_is_run_once_and_reported(
     assert "| [tiny](#tiny) | Does an update help? | cannot be told (1 of 5 seeds) |" in text
     assert "| [later](#later) | And later? | open |" in text
     assert "16 episodes from" in text and "| two epochs | 1 | " in text
+    curves = [report.curve_of(one.folder(tmp_path)) for one in findings.cells("tiny", seeds=1)]
+    assert all(list(curve.iterations) == [0, 1, 2] for curve in curves)
+    seconds = min(curve.seconds[-1] for curve in curves)
+    assert f"| success after {seconds:.0f} processor s of RL |" in text
+    first = replace(curves[0], seconds=np.array([0.0, 4.0, 8.0]), success=np.array([0.0, 0.2, 1.0]))
+    assert [first.success_at(at) for at in (2.0, 6.0, 8.0)] == pytest.approx([0.1, 0.6, 1.0])
     assert (tmp_path / "findings_tiny.png").stat().st_size > 1000
     # on another machine, which has other findings' runs or none
     declared["tiny"] = replace(tiny, remark="A remark.")
