@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 HOLDS, NOT, UNKNOWN = "holds", "does not hold", "cannot be told"
 _SET = "held_out"
+_HOURS = "took {} processor hours, and their warm starts {}"
 _OPEN = "**Open**: no run of the two arms that decide has ended."
 
 
@@ -69,8 +71,22 @@ def write_report(
         rows.append(f"| [{name}](#{name}) | {finding.question} | {result} |")
         sections.append("\n\n".join([f"## {name}", _claim(name, finding), *body]))
     head = "| finding | question | verdict |\n|---|---|---|\n" + "\n".join(rows)
-    page.write_text("\n\n".join([_INTRODUCTION, head, *sections]) + "\n", encoding="utf-8")
+    text = "\n\n".join([_INTRODUCTION, head, _total("\n".join(sections)), *sections])
+    page.write_text(f"{text}\n", encoding="utf-8")
     print(page)
+
+
+def _total(sections: str) -> str:
+    """Return the hours of all findings of a page."""
+    hours = [
+        (float(run), float(start))
+        for run, start in re.findall(_HOURS.format(*[r"([\d.]+)"] * 2), sections)
+    ]
+    spent, before = (sum(column) for column in zip(*hours, strict=True)) if hours else (0.0, 0.0)
+    return (
+        f"In all {spent:.1f} processor hours, and {before:.1f} of warm starts; those that several findings share are "
+        "counted in each."
+    )
 
 
 def _kept_results(page: str) -> dict[str, tuple[str, list[str]]]:
@@ -192,10 +208,7 @@ def _hours(runs: Mapping[str, Mapping[int, Cell]], *, out: Path) -> str:
         sum(cost_of(folder).processor_seconds for folder in folders) / 3600
         for folders in ({cell.folder(out) for cell in ended}, {cell.start(out) for cell in ended})
     )
-    return (
-        f"{len(ended)} runs took {spent:.2f} processor hours, and their warm starts {before:.2f}; "
-        "some of those are other findings' too."
-    )
+    return f"{len(ended)} runs {_HOURS.format(f'{spent:.2f}', f'{before:.2f}')}; some of those are other findings' too."
 
 
 def curve_of(folder: Path) -> Curve:
