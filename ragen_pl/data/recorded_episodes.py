@@ -194,6 +194,12 @@ def _of_record(
         turn.get("trained", True) for turn in record["turns"]
     ):
         return None
+    if record.get("seat") is not None:
+        # another seat may have moved before, so its first observation tells no reset
+        raise ValueError(
+            f"{place}: is an episode of one of several seats, which can't be learned from; give records of games "
+            "against a scripted player, such as those of `ragen_pl.evaluate`"
+        )
     turns = []
     for number, turn in enumerate(record["turns"], start=1):
         inner = f"{place}, turn {number}"
