@@ -165,9 +165,9 @@ class TextEncoder:
 
         Args:
             parts: Texts, each with whether it is the template's own, as the first one is. A control token's name in
-                another text is plain letters.
+                another text is ordinary text.
             continues: Whether another text stands before them.
-            marks: Whether the names of the template's other marks, such as `<tool_response>`, are plain letters too.
+            marks: Whether the names of the template's other marks, such as `<tool_response>`, are ordinary text too.
         """
         key = (continues, marks, *parts)
         known = self._encoded_parts.get(key)

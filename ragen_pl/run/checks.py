@@ -48,7 +48,7 @@ def check_run(cfg: DictConfig) -> None:
             from ragen_pl.assembly.component_checks import check_components
 
         check_components(cfg, environments)
-    # what MLflow has not got of a run under way is kept
+    # a run's unsent records are kept
     if cfg.logger and not known_run(configured_run(cfg).folder):
         from ragen_pl.assembly.component_checks import check_logger
 

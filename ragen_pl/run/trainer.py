@@ -170,7 +170,7 @@ def build_trainer(
             "accelerator": accelerator,
             "strategy": strategy,
             "plugins": [CheckpointFiles(), ranks.cluster_environment()],
-            # they hear of an error, and of a change of phase, first
+            # they are told of an error, and of a change of phase, first
             "callbacks": [
                 _ReportError(),
                 RunClock(),

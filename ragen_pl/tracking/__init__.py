@@ -1,1 +1,1 @@
-"""Loggers, and what MLflow has not got yet."""
+"""Loggers, and records that are not sent to MLflow yet."""

@@ -115,7 +115,7 @@ class RunLogger(KeepsRecord, MLFlowLogger):
 
     What is logged goes into files of the folder and is sent from there (`ragen_pl.tracking.outbox`) by a process that
     loads MLflow. A server that is locked, away or deleted does not concern the training. Of the run's record it gets
-    all points that it has not got, those before it was switched on too.
+    all points that it lacks, those before it was switched on too.
 
     Args:
         run_dir: The run's folder, which stores the id of its MLflow run.

@@ -241,14 +241,14 @@ class AgentServer:
         """
         session = call.session
         if client.model not in ("", session.model):
-            self._run_task(self._pass_on(call, client.model, body, path=path))
+            self._run_task(self._forward(call, client.model, body, path=path))
             return
         self._note(client, session)
         if session.ended:
             raise ended_error()
         session.accept(call, client)
 
-    async def _pass_on(self, call: Call, model: str, body: dict[str, Any], *, path: str) -> None:
+    async def _forward(self, call: Call, model: str, body: dict[str, Any], *, path: str) -> None:
         with self._refusing(call, path):
             call.session.forward(call, await passed_on(call.session, model, body, path))
 

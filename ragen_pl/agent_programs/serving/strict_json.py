@@ -15,8 +15,7 @@ def strict_json(data: bytes | str) -> Any:
     """Return a JSON value.
 
     Raises:
-        ValueError: It is none, has too many values, is nested too deeply, or holds NaN, infinity or half a surrogate
-            pair.
+        ValueError: It is none, has too many values, is nested too deeply, or holds NaN, infinity or a lone surrogate.
         RecursionError: It is nested far too deeply.
     """
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))

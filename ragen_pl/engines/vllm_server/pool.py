@@ -312,7 +312,7 @@ class ServerPool:
         Raises:
             RolloutError: Another run has given it weights since this one did.
             RefusedError: It can't serve the policy any more.
-            ServerError: It has not got them yet.
+            ServerError: They have not arrived yet.
         """
         label = await label_of(server)
         if label == self.weights.label and not server.must_reload:
