@@ -213,7 +213,9 @@ def write_page(
             iterations=_listed(losses),
             no_verdict="" if len(lost) >= _LEAST_LOST else _NO_VERDICT,
             alarm_rows="\n".join(row for _, row in sorted(rows, key=lambda row: row[0])),
-            variant_rows="\n".join(_variant_row(name, of_seeds) for name, of_seeds in runs.items()),
+            variant_rows="\n".join(
+                _variant_row(name, of_seeds, collapses=len(lost)) for name, of_seeds in runs.items()
+            ),
             image=image.name,
         ),
         encoding="utf-8",
@@ -226,16 +228,19 @@ def _listed(iterations: Mapping[int, int | None]) -> str:
     return ", ".join("never" if at is None else str(at) for at in iterations.values())
 
 
-def _variant_row(name: str, runs: Mapping[int, Run]) -> str:
+def _variant_row(name: str, runs: Mapping[int, Run], *, collapses: int) -> str:
     success = [run.success for run in runs.values()]
     losses = {seed: failure(run.diagnostics) for seed, run in runs.items()}
     known = [run.last["think_accuracy"] for run in runs.values() if "think_accuracy" in run.last]
     accuracy = f"{np.mean(known):.2f}" if known else ""
     valid = np.mean([run.last["valid_actions"] for run in runs.values()])
     stopped = sum("stopped" in str(event["done"]) for run in runs.values() for event in run.events)
+    number = sum(at is not None for at in losses.values())
+    is_told = name != NO_ACTIONS and collapses >= _LEAST_LOST and len(runs) >= _SEEDS
+    removes = ("yes" if number <= _MOST_LOST else "no") if is_told else ""
     return (
         f"| {name} | {', '.join(f'{value:.3f}' for value in success)} | {np.mean(success):.3f} | {_listed(losses)} | "
-        f"{accuracy} | {valid:.2f} | {stopped} |"
+        f"{removes} | {accuracy} | {valid:.2f} | {stopped} |"
     )
 
 
@@ -275,7 +280,7 @@ def _mean_curve(runs: Mapping[int, Run], name: str) -> tuple[list[int], list[flo
     return iterations, [float(np.mean(values[at])) for at in iterations]
 
 
-_LEAST_LOST = 4
+_SEEDS, _LEAST_LOST, _MOST_LOST = 5, 4, 1
 _NO_VERDICT = """
 The criterion needs four seeds, so it gives no verdict on whether a variant removes the collapse."""
 _PAGE = """# A provoked collapse
@@ -304,11 +309,12 @@ those seeds):
 
 Variants from the same initial weights: none, parts of StarPO-S (its filter with 16 groups of four episodes) and a KL
 penalty from the start, and actions of the monitor. Greedy success on the held-out validation set after the last
-iteration by seed, the iteration from which sampled success is lost, and of the last iteration the accuracy of the
-thoughts and the share of valid actions. The monitor ends a run whose rollbacks did not help:
+iteration by seed, the iteration from which sampled success is lost, whether that removes the collapse by the criterion,
+and of the last iteration the accuracy of the thoughts and the share of valid actions. The monitor ends a run whose
+rollbacks did not help, which keeps a success that the run might have lost later:
 
-| variant | success by seed | mean | success is lost | think accuracy | valid actions | runs ended by the monitor |
-|---|---|---|---|---|---|---|
+| variant | success by seed | mean | success is lost | removes it | think accuracy | valid | ended by the monitor |
+|---|---|---|---|---|---|---|---|
 {variant_rows}
 """
 

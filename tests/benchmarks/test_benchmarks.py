@@ -214,5 +214,17 @@ def test_collapse_page_names_the_first_alarm(tmp_path: Path) -> None:
     form = "| `format` | `valid_actions` below 0.5 | 4, 4, never | 1 of 2 | +1 |"
     never = "| `entropy` | `entropy` below 0.1 | never, never, never | 0 of 2 |  |"
     assert 0 < text.index(truth) < text.index(form) < text.index(never)
-    assert "| KL penalty on | 0.500 | 0.500 | never |  | 1.00 | 1 |" in text
+    assert "| KL penalty on | 0.500 | 0.500 | never |  |  | 1.00 | 1 |" in text
+    runs = {
+        "none": dict.fromkeys(range(5), run_of(collapsing)),
+        "KL penalty on": dict.fromkeys(range(5), run_of(collapsing[:2])),
+        "filter": {
+            **dict.fromkeys(range(3), run_of(collapsing[:2])),
+            **dict.fromkeys((3, 4), run_of(collapsing)),
+        },
+    }
+    collapse.write_page(runs, alarms=alarms, page=page, command="fit")
+    text = page.read_text()
+    assert "| never, never, never, never, never | yes |" in text
+    assert "| never, never, never, 6, 6 | no |" in text and "| 6, 6, 6, 6, 6 |  |" in text
     assert (tmp_path / "collapse.png").stat().st_size > 1000
