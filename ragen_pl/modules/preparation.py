@@ -172,7 +172,9 @@ def prepare_batch(
         )
     if correction is not None and scores is not None:
         rollout = layout.gather(samples.rollout_logprobs)
-        weight = correction(layout.gather(scores.logprobs), rollout, layout.turn)
+        # text that was shown has no log-probs of the engine
+        turn = torch.where(layout.gather(samples.spans) == Span.SHOWN, -1, layout.turn)
+        weight = correction(layout.gather(scores.logprobs), rollout, turn)
         require_finite(weight, f"algorithm.loss.mismatch: the weights of {class_path(correction)}")
         estimates.advantages = estimates.advantages * weight
     write_credit(samples, layout, token_masks, estimates)

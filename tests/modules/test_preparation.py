@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ragen_pl.algorithms.masks import all_text
+from ragen_pl.algorithms.mismatch import TruncatedWeights
 from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.errors import RolloutError
@@ -38,6 +39,22 @@ def test_shown_text_takes_the_log_probs_before_the_update(make) -> None:
     agent.training_step(make.minibatch(batch), 0)
     sums = agent.statistics.totals()
     assert sums["approx_kl"] < 1e-6 and sums["clipped_low"] == sums["clipped_high"] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_mismatch_of_an_engine_is_that_of_sampled_tokens(make, level) -> None:
+    """Shown text has no log-probs of the engine, and keeps its advantages."""
+    advantages = []
+    for mismatch in (None, TruncatedWeights(level=level)):
+        agent = make.agent(
+            masks=Masks(loss=all_text, advantage=all_text, observations=True),
+            loss=UpdateLoss(mismatch=mismatch),
+        )
+        played = make.play(agent, window="all")
+        batch = agent.prepare(collate(played, agent.policy.bundle, observations=True))
+        advantages.append(batch.samples.advantages)
+    assert advantages[0][batch.samples.spans == Span.SHOWN].abs().max() > 0.1
+    torch.testing.assert_close(*advantages, rtol=1e-4, atol=1e-4)
 
 
 def test_reference_is_kept_as_states(make, monkeypatch) -> None:
