@@ -323,7 +323,8 @@ def _require_all_trained(trajectories: Sequence[Trajectory]) -> None:
 def label_shown_text(samples: Samples, heads: Sequence[int], *, allowed: Tensor) -> None:
     """Label shown text as part of the turn whose response follows it, and number all tokens anew.
 
-    The system prompt and tokens that the policy cannot sample, such as those of images, are left out.
+    The system prompt, text after the last response, and tokens that the policy cannot sample, such as those of images,
+    are left out.
 
     Args:
         samples: Samples that hold a whole episode each; changed in place.
@@ -343,8 +344,10 @@ def label_shown_text(samples: Samples, heads: Sequence[int], *, allowed: Tensor)
     after_head = place >= lengths.clamp(min=1)
     shown = after_head & (place < samples.length[:, None]) & (samples.turn < 0) & allowed
     # Read from the right, the turn that follows is the smallest turn index so far.
-    later = torch.where(samples.turn >= 0, samples.turn, samples.turn.max() + 1).flip(1)
-    turn = torch.where(shown, later.cummin(1).values.flip(1), samples.turn)
+    none = samples.turn.max() + 1
+    later = torch.where(samples.turn >= 0, samples.turn, none).flip(1).cummin(1).values.flip(1)
+    shown &= later < none
+    turn = torch.where(shown, later, samples.turn)
     samples.spans[shown], samples.turn = int(Span.SHOWN), turn
     labelled = turn >= 0
     numbers = labelled.flatten().cumsum(0).view_as(labelled) - 1

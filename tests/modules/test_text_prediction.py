@@ -13,12 +13,14 @@ from support.models.family_models import tiny
 from support.models.native_prompts import TOOLS, bundle_of, function_call
 
 from ragen_pl.algorithms.echo import following_text, role_weights, text_loss
+from ragen_pl.algorithms.masks import all_text
 from ragen_pl.data.batch import Minibatch, TrajectoryBatch
 from ragen_pl.data.collate import collate
 from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.modules.losses import TextPrediction, UpdateLoss
+from ragen_pl.modules.masking import Masks
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.trajectory import EpisodeStatus, Observation, Role
+from ragen_pl.trajectory import EpisodeStatus, Observation, Role, Span, Trajectory
 
 ON = TextPrediction(observation=0.5, result=0.25)
 # names and marks that the template writes are no text of the environment
@@ -68,18 +70,18 @@ def test_each_observation_after_a_response_is_predicted_once_in_every_layout(mak
         assert not collate(played, agent.policy.bundle).samples.text.any()
 
 
+def cut_before_its_last_turn(one: Trajectory) -> Trajectory:
+    last = one.turns[-1]
+    return replace(
+        one, turns=one.turns[:-1], status=EpisodeStatus.TRUNCATED,
+        final_prompt_ids=last.prompt_ids, final_roles=last.prompt_roles,
+    )  # fmt: skip
+
+
 def test_last_observation_of_a_truncated_episode_is_predicted_too(make) -> None:
     agent = make.agent(loss=UpdateLoss(echo=ON))
     played = [one for one in make.play(agent, window="all") if len(one.turns) == 2]
-    cut = []
-    for one in played:
-        first, last = one.turns
-        cut.append(
-            replace(
-                one, turns=[first], status=EpisodeStatus.TRUNCATED,
-                final_prompt_ids=last.prompt_ids, final_roles=last.prompt_roles,
-            )
-        )  # fmt: skip
+    cut = [cut_before_its_last_turn(one) for one in played]
     whole, ended = (collate(some, agent.policy.bundle, text=True) for some in (played, cut))
     assert shown_texts(agent, ended) == shown_texts(agent, whole) != [""] * len(played)
     assert int(ended.samples.loss_mask.sum()) == sum(
@@ -90,6 +92,17 @@ def test_last_observation_of_a_truncated_episode_is_predicted_too(make) -> None:
     cut[0].final_prompt_ids = cut[0].final_prompt_ids.copy()
     cut[0].final_prompt_ids[0] += 1
     assert shown_texts(agent, collate(cut, agent.policy.bundle, text=True))[0] == ""
+
+
+def test_text_after_the_last_response_is_of_no_turn(make) -> None:
+    masks = Masks(loss=all_text, advantage=all_text, observations=True)
+    agent = make.agent(masks=masks, loss=UpdateLoss(echo=ON))
+    cut = [cut_before_its_last_turn(one) for one in make.play(agent, window="all")]
+    cut = [one for one in cut if one.turns]
+    batch = collate(cut, agent.policy.bundle, observations=True, text=True)
+    assert batch.samples.turn.amax(1).tolist() == [len(one.turns) - 1 for one in cut]
+    assert (batch.samples.spans[batch.samples.turn >= 0] == Span.SHOWN).any()
+    assert agent.prepare(batch).samples.text.any()
 
 
 def test_loss_and_gradient_are_those_of_the_plain_cross_entropy(make) -> None:
