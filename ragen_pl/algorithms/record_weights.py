@@ -24,7 +24,7 @@ def record_weights(
     temperature: float = 1.0,
     cap: float = 20.0,
 ) -> Tensor:
-    """Return the weight ω of each recorded episode, float64 `[episodes]`, for the loss Σ ω w (-log p) / Σ ω w.
+    """Return the weight ω of each recorded episode, float64 `[episodes]`, for the loss Σ ω w (-log p) / Σ w.
 
     - `all`: 1.
     - `success`: 1 for solved episodes, otherwise 0 (rejection sampling; RAFT, Dong et al., 2023; ReST, Gulcehre et al.,

@@ -64,7 +64,7 @@ class Samples:
     episode: Tensor
     """int64 `[rows]`, index of the episode."""
     weight: Tensor
-    """float32 `[rows]`, 0 for padding rows, which do not count."""
+    """float32 `[rows]`, 0 for padding rows, which do not count; that of a record in the warm start, 1 elsewhere."""
     advantages: Tensor
     """float32 `[rows, time]`."""
     returns: Tensor

@@ -402,7 +402,7 @@ def weights_of(
     )
     if settings.per_group:
         weights = per_group(weights, group)
-    # a step's sum of weights is then about its number of tokens
+    # the loss, which counts tokens, then keeps its scale
     weights = weights / weights[weights > 0].mean().nan_to_num(nan=1.0)
     learned = torch.tensor([any(learns(turn, settings) for turn in one.turns) for one in episodes])
     taken = torch.nonzero((weights > 0) & learned)[:, 0]

@@ -407,18 +407,18 @@ class RecordDataModule(WarmStartDataModule):
     def _weigh(
         self, batch: TrajectoryBatch, weights: Sequence[float], episodes: Sequence[RecordedEpisode]
     ) -> None:
-        """Set the weights of the policy's tokens, 0 for turns and episodes that it does not learn."""
-        factor = torch.zeros(batch.episodes.turn_rewards.shape)
-        for row, (weight, episode) in enumerate(zip(weights, episodes, strict=True)):
-            turns = [turn for turn in episode.turns if turn.trained]
-            factor[row, : len(turns)] = torch.tensor(
-                [weight if learns(turn, self.records) else 0.0 for turn in turns]
-            )
-        samples = batch.samples
-        of_token = factor[samples.episode[:, None], samples.turn.clamp(min=0)]
-        samples.loss_weight = samples.loss_weight * of_token
-        samples.loss_mask = samples.loss_mask & (of_token > 0)
-        batch.episodes.weight = torch.tensor(weights, dtype=torch.float32)
+        """Set the weights of the rows, and leave turns and episodes that the policy does not learn out of M_loss."""
+        samples, of_episode = batch.samples, torch.tensor(weights, dtype=torch.float32)
+        learned = torch.zeros(batch.episodes.turn_rewards.shape, dtype=torch.bool)
+        for row, (weight, episode) in enumerate(zip(of_episode.tolist(), episodes, strict=True)):
+            turns = [learns(turn, self.records) for turn in episode.turns if turn.trained]
+            learned[row, : len(turns)] = torch.tensor(turns) & (weight > 0)
+        samples.loss_mask &= learned[samples.episode[:, None], samples.turn.clamp(min=0)]
+        samples.loss_weight = samples.loss_mask.float()
+        # the critic learns at the others
+        of_row = of_episode[samples.episode]
+        samples.weight = torch.where(of_row > 0, of_row, 1.0)
+        batch.episodes.weight = of_episode
 
     def state_dict(self) -> dict[str, Any]:
         """Return a hash of the learned records."""

@@ -92,14 +92,15 @@ class WarmStartModule(GuardedModule):
     def losses(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the joint loss of a minibatch, scaled by `batch.scale`, and its terms.
 
-        The policy's is averaged over its tokens of the step by their weights, the critic's over all of its tokens.
+        Both are averaged over their tokens of the step. A record's weight multiplies the policy's, and is not in the
+        denominator: divided by its sum of weights, a step of low ones alone would move the policy as far as any other.
         """
         samples = batch.samples
         mask = samples.value_mask & batch.non_padding
         scores = score_together(
             self.policy, self.critic, samples, batch.images, microbatches=batch.microbatches
         )
-        weighted = scores.logprobs * samples.loss_weight * batch.non_padding
+        weighted = scores.logprobs * samples.loss_weight * samples.weight[:, None]
         loss = response_loss = -weighted.sum() / batch.loss_tokens
         terms = {"loss": response_loss.detach()}
         if scores.values is not None:

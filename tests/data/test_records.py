@@ -23,7 +23,7 @@ from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.batch import Episodes, Samples
 from ragen_pl.data.collate import collate
 from ragen_pl.data.demonstrations import set_discounted_returns
-from ragen_pl.data.loader import whole_minibatch
+from ragen_pl.data.loader import MinibatchLoader
 from ragen_pl.data.records import RecordDataModule, check_records
 from ragen_pl.data.settings import RecordSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
@@ -191,8 +191,8 @@ def test_weights_follow_the_rule_and_the_critic_learns_all(lm, tmp_path):
         assert own.index(1.0) == returns.index(max(returns)) and sum(own) == 1.0
     both = learned(proxy, tmp_path, rule="exponential", temperature=0.5).batch.samples
     ratio = torch.exp(torch.tensor(1.0 / 0.5))
-    weights = both.loss_weight[both.turn >= 0]
-    assert (weights.max() / weights.min()).item() == pytest.approx(ratio.item(), rel=1e-5)
+    assert (both.weight.max() / both.weight.min()).item() == pytest.approx(ratio.item(), rel=1e-5)
+    assert torch.equal(both.loss_weight, both.loss_mask.float())
 
 
 def test_all_initial_states_may_count_alike(lm, tmp_path):
@@ -564,21 +564,23 @@ def test_a_warm_start_from_records_is_resumed_exactly(lm, tmp_path):
         fitted(copy.deepcopy(lm), tmp_path / "played", steps=8, ckpt_path=file)
 
 
-def test_the_loss_averages_tokens_by_their_weights(lm, tmp_path):
+@pytest.mark.parametrize("temperature", [0.5, 0.02])
+def test_what_an_episode_counts_does_not_depend_on_the_batch_size(lm, tmp_path, temperature):
     proxy = proxy_of(lm)
     play(proxy, tmp_path)
-    batch = learned(proxy, tmp_path, rule="exponential", temperature=0.5).batch
+    batch = learned(proxy, tmp_path, rule="exponential", temperature=temperature).batch
     module = WarmStartModule(
         PolicyModule(lm), None, optimizer=partial(torch.optim.AdamW), settings=WarmStartSettings()
     )
-    loss, _ = module.losses(whole_minibatch(batch))
     with torch.no_grad():
         scores = module.policy(batch.samples, batch.images, readout=TokenReadout())
-    weight = batch.samples.loss_weight
-    expected = -(scores.logprobs * weight).sum() / weight.sum()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    plain = -scores.logprobs.sum() / (weight > 0).sum()
-    assert abs(loss.item() - plain.item()) > 1e-4
+    tokens = batch.samples.loss_mask.sum()
+    expected = -(scores.logprobs * batch.samples.weight[:, None]).sum() / tokens
+    for minibatches in (1, 5, len(batch.samples)):
+        steps = MinibatchLoader(batch, epochs=1, minibatches=minibatches)
+        parts = [module.losses(step)[1]["loss"] * step.samples.loss_mask.sum() for step in steps]
+        assert float(sum(parts) / tokens) == pytest.approx(expected.item(), rel=1e-5)
+    assert abs(expected + scores.logprobs.sum() / tokens) > 1e-4
 
 
 def test_ranks_share_the_episodes(lm, tmp_path, monkeypatch):
