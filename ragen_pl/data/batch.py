@@ -313,7 +313,7 @@ class Minibatch:
     text_tokens: Tensor = field(default_factory=lambda: torch.ones(()))
     """float32 `[]`, tokens of the environment's text that are predicted."""
     counted: Tensor = field(default_factory=lambda: torch.ones(4, dtype=torch.bool))
-    """bool `[4]`, whether the step's loss, value, KL and text tokens, whose counts are at least 1, are any."""
+    """bool `[4]`, whether the step's loss, value, KL and text tokens are any; a count of none is 1."""
     kl_weight: Tensor | None = None
     """float32 `[tokens]`, weight of the divergence at the sampled tokens, row after row; None for 1 each."""
     reference_ids: Tensor | None = None

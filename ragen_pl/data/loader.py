@@ -112,8 +112,8 @@ class MinibatchLoader:
         self._episode_tokens = _episode_tokens(batch.samples)
         sums = self._count(of_row, sum_over_ranks)
         self._counted = sums[:, :4] > 0
-        # a fraction of an episode is a count
-        self._counts = torch.cat([sums[:, :-1].clamp(min=1), sums[:, -1:]], dim=1)
+        # sums of weights may be below 1
+        self._counts = torch.where(sums > 0, sums, 1.0)
 
     def _by_length(
         self, plan: Sequence[Tensor], buckets: int, max_over_ranks: OverRanks

@@ -1,5 +1,7 @@
 """The update's loader: every sample once a pass, resumable anywhere, denominators over the whole step."""
 
+import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -159,6 +161,24 @@ def test_counts_cover_the_whole_optimizer_step(batch, accumulate):
         assert all(step.scale == 3 * accumulate for step in group)
         totals.append(tokens)
     assert sum(totals) == 35
+
+
+@pytest.mark.parametrize("weight", [3.0, 0.01])
+def test_means_do_not_depend_on_the_scale_of_the_weights(batch, weight):
+    samples = copy.copy(batch.samples)
+    samples.loss_weight = weight * samples.loss_weight
+    for minibatch in loader_of(replace(batch, samples=samples), epochs=1, minibatches=4):
+        own, sums = minibatch.samples, {"sequences": minibatch.sequences}
+        means = [
+            aggregate(
+                own.rollout_logprobs, weights, how=AVERAGES["token_mean"], tokens=count, **sums
+            )
+            for weights, count in (
+                (own.loss_weight, minibatch.loss_tokens),
+                (own.loss_mask, own.loss_mask.sum()),
+            )
+        ]
+        assert float(means[0]) == pytest.approx(float(means[1]), rel=1e-5)
 
 
 def test_counts_cover_all_ranks(batch):
