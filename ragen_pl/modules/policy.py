@@ -168,12 +168,14 @@ class PolicyModule(LeavesEmptySteps):
         return readout(self.bundle, samples, images, microbatches or [torch.arange(len(samples))])
 
     def supervised_loss(self, batch: Minibatch) -> Tensor:
-        """Return the cross-entropy of the responses, averaged over all trained tokens of the optimizer step."""
+        """Return the cross-entropy of the responses by their weights, averaged over the step's trained tokens."""
         readout = TokenReadout(entropy_gradient=False, logits_mib=self.logits_mib)
+        samples = batch.samples
         scores: TokenScores = self(
-            batch.samples, batch.images, microbatches=batch.microbatches, readout=readout
+            samples, batch.images, microbatches=batch.microbatches, readout=readout
         )
-        return -(scores.logprobs * batch.samples.loss_mask).sum() * batch.scale / batch.loss_tokens
+        weighted = scores.logprobs * samples.loss_weight * samples.weight[:, None]
+        return -weighted.sum() * batch.scale / batch.loss_tokens
 
     def on_fit_start(self) -> None:
         """Switch to train mode: models are built and loaded in eval mode, and Lightning keeps the mode."""
