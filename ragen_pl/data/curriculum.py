@@ -168,7 +168,8 @@ class Curriculum(TaskChoice):
 
     def plays_present_stage(self, group: int, *, groups: int, iteration: int) -> bool:
         """Return whether a group plays the iteration's stage, and not an earlier one."""
-        return group < self.fraction * groups or not self.stage(iteration)
+        # less the noise of a product
+        return group < self.fraction * groups - 1e-9 or not self.stage(iteration)
 
     def metrics(self, iteration: int) -> dict[str, float]:
         """Return the iteration's stage."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragen_pl.algorithms.group_filter import GroupFilter
+from ragen_pl.algorithms.group_filter import GroupFilter, rank_groups
 from ragen_pl.base.distributed import exchanged, gather_over_ranks, rank, values_of, world_size
 from ragen_pl.data.collate import usable
 from ragen_pl.trajectory import Trajectory
@@ -45,7 +45,7 @@ def select_groups(
 ) -> GroupSelection:
     """Judge the groups of all ranks and return this rank's part of those kept.
 
-    If no group passes, the group whose returns differ most is kept, so an update always has a batch.
+    If no group passes, the one with the highest deviation is kept, so an update always has a batch.
 
     Args:
         trajectories: Trajectories of this rank; groups are whole on a rank.
@@ -59,27 +59,19 @@ def select_groups(
     owner = {group: number for number, rows in enumerate(table) for group, _ in rows}
     judged = sorted(row for rows in table for row in rows)
     group = torch.tensor([row[0] for row in judged], dtype=torch.int64)
-    result = group_filter(torch.tensor([row[1] for row in judged]), group)
+    of_all = torch.tensor([row[1] for row in judged])
+    result = group_filter(of_all, group)
     weight = dict(zip(group.tolist(), result.weight.tolist(), strict=True))
     kept = torch.unique(group[result.keep]).tolist()[: None if limit is None else limit * seats]
     metrics = {"kept_share": result.kept_fraction, "kept_deviation": result.deviation}
     if not kept:
-        kept = [_widest_group(judged)]
+        kept = rank_groups(of_all, group)[0][:1].tolist()
         weight[kept[0]] = 1.0
     target = _target_ranks(kept, owner, ranks=world_size())
     own, is_dummy = _distribute(local, kept, owner, target)
     weights = [weight[trajectory.group] for trajectory in own]
     episodes = sum(number in target for number, _ in judged)
     return GroupSelection(own, weights, metrics, len(kept) // seats, episodes, is_dummy)
-
-
-def _widest_group(judged: list[tuple[int, float]]) -> int:
-    """Return the group with the largest range of returns, the first of equal ones."""
-    spread: dict[int, float] = {}
-    for group in {row[0] for row in judged}:
-        members = [value for number, value in judged if number == group]
-        spread[group] = max(members) - min(members)
-    return max(sorted(spread), key=spread.__getitem__)
 
 
 def _distribute(

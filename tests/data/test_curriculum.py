@@ -86,6 +86,18 @@ def test_curriculum_averages_each_stage_anew_and_mixes_it_with_those_before():
     assert played(4) == [None] * 4 + [small, medium] * 2
 
 
+@pytest.mark.parametrize(
+    ("fraction", "groups", "expected"), [(0.28, 50, 14), (0.55, 100, 55), (0.3, 8, 3), (1.0, 4, 4)]
+)
+def test_the_present_stage_has_its_fraction_of_the_groups_rounded_up(fraction, groups, expected):
+    curriculum = Curriculum(stages=FAR, above=0.5, fraction=fraction)
+    curriculum.starts = [1]
+    played = [
+        curriculum.plays_present_stage(group, groups=groups, iteration=1) for group in range(groups)
+    ]
+    assert sum(played) == expected
+
+
 def test_curriculum_needs_a_stage_to_go_on_to():
     with pytest.raises(ValueError, match=r"stages: found \[{}\], expected two or more"):
         Curriculum(stages=[{}], above=0.5, fraction=0.5)

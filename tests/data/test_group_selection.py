@@ -119,6 +119,10 @@ def test_one_group_is_kept_if_none_passes(choices):
     for choice in choices(1, flat, GroupFilter(keep=AboveDeviation())):
         assert kept(choice) == [(0, 0), (0, 1)] and choice.weights == [1.0, 1.0]
         assert choice.metrics["kept_share"] == 0.0
+    # the second has the higher deviation, though the first has the larger range
+    unlike = {0: (0, 0, 0, 1), 1: (0, 0, 0.9, 0.9), 2: (1, 1, 1, 1)}
+    [choice] = choices(1, unlike, GroupFilter(keep=AboveDeviation(threshold=1.0)))
+    assert {trajectory.group for trajectory in choice.trajectories} == {1}
 
 
 def test_limit_bounds_the_number_of_groups(choices):
