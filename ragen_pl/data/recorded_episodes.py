@@ -424,4 +424,6 @@ def learns(turn: RecordedTurn, settings: RecordSettings) -> bool:
     """Return whether the policy learns a turn's response."""
     if not turn.trained:
         return False
-    return settings.turns == "all" or (turn.valid and (settings.turns == "valid" or turn.effective))
+    # a summary changes nothing, and is not meant to
+    effective = settings.turns == "valid" or turn.effective or not turn.advances
+    return settings.turns == "all" or (turn.valid and effective)

@@ -232,7 +232,8 @@ class JudgedReward:
 
     def _spans(self, trajectory: Trajectory) -> list[list[Turn]]:
         """Return the turns that are judged together."""
-        valid = [turn for turn in trajectory.turns if turn.action_is_valid]
+        # a summary has no actions
+        valid = [turn for turn in trajectory.turns if turn.action_is_valid and turn.actions]
         if self.scope is not JudgeScope.EPISODE:
             return [[turn] for turn in valid]
         return [valid] if valid else []

@@ -170,8 +170,8 @@ class ActionEfficiency(TurnPenalty):
     term: ClassVar[str] = "action_efficiency"
 
     def applies(self, turn: Turn) -> bool:
-        """Return whether the turn's valid actions had no effect."""
-        return turn.action_is_valid and not turn.action_is_effective
+        """Return whether the turn's valid actions had no effect; a summary has no actions."""
+        return turn.is_task_step and turn.action_is_valid and not turn.action_is_effective
 
 
 @checked

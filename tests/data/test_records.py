@@ -24,6 +24,7 @@ from ragen_pl.data.batch import Episodes, Samples
 from ragen_pl.data.collate import collate
 from ragen_pl.data.demonstrations import set_discounted_returns
 from ragen_pl.data.loader import MinibatchLoader
+from ragen_pl.data.recorded_episodes import RecordedTurn, learns
 from ragen_pl.data.records import RecordDataModule, check_records
 from ragen_pl.data.settings import RecordSettings, WarmStartSettings
 from ragen_pl.data.validation import ValidationSet
@@ -223,6 +224,13 @@ def test_turns_without_a_valid_or_effective_action_are_left_out(lm, tmp_path):
         ]
         assert samples.loss_mask.any(1).tolist() == expected
     assert not all(expected)
+
+
+def test_summaries_are_learned_where_turns_without_an_effect_are_left_out():
+    turn = RecordedTurn(text="", images=[], response="two keys", effective=False)
+    settings = RecordSettings(turns="effective")
+    assert learns(replace(turn, advances=False), settings) and not learns(turn, settings)
+    assert not learns(replace(turn, advances=False, valid=False), settings)
 
 
 def test_a_number_of_episodes_is_drawn_from_the_seed(lm, tmp_path):

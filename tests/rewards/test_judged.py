@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import gymnasium
 import pytest
@@ -20,6 +21,7 @@ from ragen_pl.rewards.judged import (
     read_verdict,
 )
 from ragen_pl.rollout.endpoint import ChatEndpoint
+from ragen_pl.trajectory import Summary
 
 DESK = "test/Talk-v0"
 
@@ -117,6 +119,20 @@ def test_answers_without_the_form_are_not_judged(play):
         judge = rubric({"thank|bad": 1.0})
         JudgedReward(judge=judge, weight=0.5)([trajectory], gather=gather)
         assert all("judge" not in turn.reward_terms for turn in trajectory.turns)
+
+
+def test_a_summary_is_not_judged(play):
+    trajectory = episode(play)
+    summary = replace(trajectory.turns[1], actions=[], reward_terms={}, kind=Summary())
+    trajectory.turns.insert(1, summary)
+
+    def judge(texts):
+        assert all(answer for text in texts for _, answer in text.exchanges)
+        return [1.0 for _ in texts]
+
+    for scope in ("turn", "episode"):
+        JudgedReward(judge=judge, scope=scope)([trajectory], gather=gather)
+    assert "judge" not in summary.reward_terms
 
 
 def test_it_is_built_from_the_nodes_of_a_config():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.episodes.trajectories import make_trajectory, make_turn
 
@@ -12,7 +14,7 @@ from ragen_pl.rewards.shaping import (
     ThinkLength,
     WeightTerms,
 )
-from ragen_pl.trajectory import ProgramCall, Trajectory, Turn
+from ragen_pl.trajectory import ProgramCall, Summary, Trajectory, Turn
 
 
 def turn(*, thinks=0, valid=True, effective=True, hit_length_limit=False, **terms) -> Turn:
@@ -59,8 +61,9 @@ def test_action_efficiency_penalizes_valid_actions_without_effect():
         turn(effective=False),
         turn(),
         turn(effective=False, valid=False),
+        replace(turn(effective=False), kind=Summary()),
     )
-    assert terms_of(trajectory) == [{"action_efficiency": -0.1}, {}, {}]
+    assert terms_of(trajectory) == [{"action_efficiency": -0.1}, {}, {}, {}]
 
 
 def test_overlong_penalizes_responses_at_their_length_limit():
