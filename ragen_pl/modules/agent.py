@@ -418,7 +418,9 @@ class AgentModule(GuardedModule):
     def on_train_epoch_end(self) -> None:
         """Log the iteration's metrics."""
         datamodule: IterationData = self.trainer.datamodule  # type: ignore[attr-defined]
-        steps = datamodule.update.epochs * datamodule.update.minibatches
+        # fewer where a limit of the run has cut the update
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        steps = progress.current.processed // self.trainer.accumulate_grad_batches
         steps -= min(self.empty_steps.values(), default=0)
         metrics = _prefixed("rollout/", datamodule.metrics)
         prepared = self.preparation.compute()

@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Fraction, NonNegative, Note
-from ragen_pl.data.settings import UpdateSettings
 
 
 @checked
@@ -62,5 +61,4 @@ class CriticSettings:
 class IterationData(Protocol):
     """DataModule as the agent's metrics need it, such as a `RolloutDataModule`."""
 
-    update: UpdateSettings
     metrics: Mapping[str, float]

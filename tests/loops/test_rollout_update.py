@@ -153,6 +153,21 @@ def test_weights_are_loaded_once_for_a_rollout_and_once_for_a_validation(setup_o
     assert versions == [0, 0, 4]
 
 
+def test_losses_of_a_cut_update_are_means_of_the_steps_that_it_took(setup_of):
+    """The statistics add up each step's part of a mean; here a part is 1."""
+
+    class Ones(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_: object):
+            pl_module.statistics.reset()
+            taken = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+            pl_module.statistics.update({"loss": float(taken)})
+
+    _, points, trainer = setup_of().fit(Ones(), max_epochs=-1, max_steps=6)
+    assert trainer.global_step == 6
+    losses = [point["update/loss"] for _, point in points if "update/loss" in point]
+    assert losses == [1.0] * len(losses) and len(losses) >= 2
+
+
 def test_the_logged_learning_rate_is_that_of_the_iteration(setup_of):
     _, points, _ = setup_of().fit(max_epochs=2)
     rates = [
