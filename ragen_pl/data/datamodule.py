@@ -216,6 +216,8 @@ class RolloutDataModule(MinibatchDataModule):
             )
             if selection.groups >= self.settings.groups:
                 break
+        # a later attempt measures all of them anew
+        self._resent = 0 if self._engine is None else resent_by(self._engine) or 0
         self.metrics["trained_fraction"] = selection.episodes / usable.played
         if self.group_filter != GroupFilter():
             self.metrics |= selection.metrics | {"attempts": float(attempts)}
@@ -411,8 +413,7 @@ class RolloutDataModule(MinibatchDataModule):
         self.metrics["dropped_groups"] = float(usable.dropped_groups)
         resent = None if self._engine is None else resent_by(self._engine)
         if resent is not None:
-            new, self._resent = resent - self._resent, resent
-            self.metrics["resent"] = float(sum_over_ranks(torch.tensor(float(new))))
+            self.metrics["resent"] = float(sum_over_ranks(torch.tensor(resent - self._resent)))
         self.metrics["redraws"] = self.proxy.environments.redrawn
         if (silent := seats_without_turn(trajectories)) is not None:
             self.metrics["seats_without_turn"] = silent

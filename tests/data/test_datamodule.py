@@ -8,11 +8,14 @@ from support.episodes.small_lakes import FAR, Module, proxy_of
 
 import envs  # noqa: F401 - registers the environments
 from envs.frozen_lake import FrozenLake
+from ragen_pl.algorithms.group_filter import AboveDeviation, GroupFilter
+from ragen_pl.data import datamodule
 from ragen_pl.data.curriculum import Curriculum
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.rollout import attempts
+from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.settings import FailureSettings
 
 # ---- the DataModule's memory
@@ -41,6 +44,25 @@ def test_checkpoint_restores_buffer_metrics_and_curriculum(lm):
     data.drop_buffer()
     other.load_state_dict(data.state_dict())
     assert not other.has_buffer(4)
+
+
+def test_requests_that_all_attempts_have_sent_again_are_counted(lm, monkeypatch):
+    played, rollout = [], AgentProxy.rollout
+
+    def counted(*arguments, **settings):
+        played.append(1)
+        return rollout(*arguments, **settings)
+
+    monkeypatch.setattr(AgentProxy, "rollout", counted)
+    monkeypatch.setattr(datamodule, "resent_by", lambda engine: 5 * len(played))
+    # no group passes
+    data = RolloutDataModule(
+        proxy_of(lm), iteration=IterationSettings(groups=2, group_size=2),
+        group_filter=GroupFilter(keep=AboveDeviation(threshold=1e6), resample=2),
+    )  # fmt: skip
+    for iteration in range(2):
+        data.collect(iteration, Module(lm))
+        assert data.metrics["attempts"] == 3 and data.metrics["resent"] == 15
 
 
 def test_iteration_of_failed_episodes_stops_the_run(lm):
