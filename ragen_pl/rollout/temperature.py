@@ -62,7 +62,8 @@ class AdaptiveTemperature:
             >>> AdaptiveTemperature(low=0.5)(1.0, [])
             1.0
         """
-        latest = turns[-self.window :]
+        # a summary has no effect, and is not meant to
+        latest = [turn for turn in turns if turn.is_task_step][-self.window :]
         if not latest:
             return min(max(base, self.low), self.high)
         signals = [

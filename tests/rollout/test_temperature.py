@@ -13,6 +13,7 @@ from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.temperature import AdaptiveTemperature
+from ragen_pl.trajectory import Summary
 
 
 def test_rule_with_hand_computed_values() -> None:
@@ -22,6 +23,8 @@ def test_rule_with_hand_computed_values() -> None:
     assert rule(1.0, [good]) == pytest.approx(1.0 + 0.2 * 1.5)
     assert rule(1.0, [good, bad]) == pytest.approx(1.0 + 0.2 * (1.5 - 1.0) / 2)
     assert rule(1.0, [good, bad, bad]) == pytest.approx(1.0 - 0.2)
+    summary = replace(bad, reward_terms={}, kind=Summary())
+    assert rule(1.0, [good, summary]) == rule(1.0, [good]) and rule(1.0, [summary]) == 1.0
     assert replace(rule, beta=9.0)(1.0, [good]) == 1.5
     assert replace(rule, beta=9.0)(1.0, [bad]) == 0.5
 
