@@ -81,6 +81,7 @@ class SummaryTurn(PresentTurn):
             pieces=pieces,
             end_sampled=not generation.hit_length_limit,
             parsed=parsed,
+            state_key=episode.slot.state_key,
             potential=episode.slot.potential,
         )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.episodes.rollout_fixtures import TextEngine
 from support.episodes.trajectories import responses
 
+from ragen_pl.algorithms.advantages.graphgpo import goal_distances
 from ragen_pl.data.collate import collate
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
@@ -34,6 +36,7 @@ def played(bundle, *, engine=None, write=None, max_tokens=150, episodes=1, num_e
         kwargs={"goal": 8},
         max_turns=12,
         invalid_ends=False,
+        record_states=True,
     )
     proxy = AgentProxy(
         environments=manager, context=context, max_response_tokens=40, num_envs=num_envs
@@ -66,6 +69,18 @@ def test_the_new_conversation_has_task_summary_and_latest_observation(lm):
     )
     assert summary.reward_terms == {} and summary.actions == []
     assert summary.spans[-1] == Span.END and Span.THINK in summary.spans
+
+
+def test_a_summary_is_written_in_the_state_of_the_next_turn(lm):
+    (episode,) = played(lm)
+    keys = [turn.state_key for turn in episode.turns]
+    assert None not in keys and len(set(keys)) == 8
+    # it is no step on the way to the goal
+    episodes = collate([episode], lm).episodes
+    solved, turns = torch.tensor([True]), episodes.turns
+    distance = goal_distances(episodes.state, episodes.final_state, solved, episodes.group, turns)
+    rest = [sum(turn.is_task_step for turn in episode.turns[k + 1 :]) for k in range(int(turns))]
+    assert distance.tolist() == [rest]
 
 
 def test_samples_are_conversations_and_rewards_are_conserved(lm):
