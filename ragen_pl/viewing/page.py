@@ -74,18 +74,19 @@ def page_html(
 
     `failures_first` puts episodes without success first in a training page too.
     """
-    groups = [
-        (record.get("iteration"), record.get("validation_set"), record["group"])
-        for record in records
-    ]
-    kept = [records[index] for index in _shown(groups, records, count=episodes)]
+    # the environments of a mixture number their groups by themselves
+    named = ("iteration", "validation_set", "environment", "group")
+    groups = [tuple(record.get(name) for name in named) for record in records]
+    indices = _shown(groups, records, count=episodes)
+    kept = [records[index] for index in indices]
+    rows = {group: row for row, group in enumerate(dict.fromkeys(groups))}
     is_evaluation = all(record.get("validation_set") for record in records)
     totals = played or outcomes((record["status"], bool(record["success"])) for record in records)
     data = {
         "note": _note(kept, records, total=totals["episodes"]),
         "totals": totals,
         "order": "no success first" if is_evaluation or failures_first else "as played",
-        "episodes": [_slim(record) for record in kept],
+        "episodes": [_slim(records[index]) | {"row": rows[groups[index]]} for index in indices],
         "spans": [span.name.lower() for span in Span],
         "images": {name: _data_uri(images, name) for name in _image_names(kept)},
     }

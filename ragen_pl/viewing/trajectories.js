@@ -110,7 +110,8 @@ function outcomeOf(episode) {
 
 function headingOf(episode) {
   const name = isSingle(episode) ? `group ${episode.group}` : `member ${episode.member}`;
-  return episode.policy === "policy" ? name : `${visible(episode.policy)} · ${name}`;
+  const player = episode.policy === "policy" ? null : episode.policy;
+  return visible([episode.environment, player, name].filter(Boolean).join(" · "));
 }
 
 // An earlier policy has the number of the iteration that began with its weights, or the name of a file.
@@ -183,13 +184,11 @@ function matches(episode) {
 }
 
 const cards = data.episodes.map(() => null);
-const groupKey = (episode) => JSON.stringify([episode.iteration, episode.validation_set, episode.group]);
-const isSingle = (episode) => groups.get(groupKey(episode)).length === 1;
+const isSingle = (episode) => groups.get(episode.row).length === 1;
 const groups = new Map();  // members of a group share their initial state and stand side by side
 data.episodes.forEach((episode, index) => {
-  const key = groupKey(episode);
-  if (!groups.has(key)) groups.set(key, []);
-  groups.get(key).push(index);
+  if (!groups.has(episode.row)) groups.set(episode.row, []);
+  groups.get(episode.row).push(index);
 });
 
 function groupOf(kept) {

@@ -143,6 +143,16 @@ def test_page_of_a_sample_keeps_groups_whole(folder: Path) -> None:
     assert json.loads(read(page_html(records, title="t", images=folder)).data)["note"] == ""
 
 
+def test_environments_of_a_mixture_have_groups_of_their_own(folder: Path) -> None:
+    lake = [record(group) | {"environment": "lake"} for group in range(3)]
+    bandit = [record(group, success=False) | {"environment": "bandit"} for group in range(3)]
+    data = shown([*lake, *bandit], folder, episodes=6)
+    assert len({episode["row"] for episode in data["episodes"]}) == 6
+    # half of the page is of episodes without success
+    kept = shown([*lake, *bandit], folder, episodes=4)["episodes"]
+    assert [episode["environment"] for episode in kept] == ["lake"] * 2 + ["bandit"] * 2
+
+
 def shown(records: list[dict[str, Any]], folder: Path, *, episodes: int) -> dict[str, Any]:
     data = json.loads(read(page_html(records, title="t", images=folder, episodes=episodes)).data)
     data["groups"] = [episode["group"] for episode in data["episodes"]]
