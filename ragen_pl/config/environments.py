@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -116,12 +116,17 @@ def environment_configs(cfg: DictConfig) -> dict[str, DictConfig]:
     return {name: _alone(cfg, name, own) for name, own in environment_nodes(cfg.env).items()}
 
 
+def without_others(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of an environment of a mixture belongs to the node `env` of a run with this environment alone."""
+    others = ("file", "share", "max_response_tokens", "curriculum", "rewards", *_OWN)
+    return {key: value for key, value in given.items() if key not in others}
+
+
 def _alone(cfg: DictConfig, name: str, own: DictConfig) -> DictConfig:
     # interpolations stay, and are those of the environment's own nodes
     alone: Any = OmegaConf.to_container(cfg, resolve=False)
     given: Any = OmegaConf.to_container(own, resolve=False)
-    others = ("file", "share", "max_response_tokens", "curriculum", "rewards", *_OWN)
-    alone["env"] = {"name": name, **{key: given[key] for key in given if key not in others}}
+    alone["env"] = {"name": name, **without_others(given)}
     alone["curriculum"] = given["curriculum"]
     alone["rollout"]["max_response_tokens"] = given["max_response_tokens"]
     alone["algorithm"]["rewards"] = given["rewards"]

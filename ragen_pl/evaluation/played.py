@@ -18,6 +18,7 @@ from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean
 from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, settings_text
 from ragen_pl.base.settings_files import FIRST, newest_settings
+from ragen_pl.config.environments import without_others
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.nodes import leaves
 from ragen_pl.evaluation.report import POLICY
@@ -34,8 +35,6 @@ _MAX_BYTES, _MAX_BYTES_OF_RECORDS = 1 << 26, 1 << 29
 _NOT_OF_EPISODES = ("name", "timeout_s", "workers", "process", "memory_mb")
 # how a validation of a run plays
 _GREEDY: dict[str, Any] = {"greedy": True, "samples": 1, "temperature": None, "truncation": {}}
-
-# characters of a value in a message
 
 # group of the initial state, member and seed of an episode
 Key = tuple[int, int]
@@ -131,6 +130,10 @@ def _of_run(place: str, folder: Path, question: Question, *, named: str) -> Play
         )
     chosen = _chosen(files, question, named=named)
     content = validations.read_validation(files[chosen])
+    mixed = "environments" in env
+    if mixed:
+        own = group_of(env, "environments", question.set, file=file)
+        env, validation = without_others(own), group_of(own, "validation", file=file)
     held_out = validation.get("held_out") is True or env.get("held_out_fraction") is not None
     seed = settings.get("seed")
     return Played(
@@ -139,7 +142,8 @@ def _of_run(place: str, folder: Path, question: Question, *, named: str) -> Play
         file=files[chosen],
         seed=seed if isinstance(seed, int) else None,
         panel=_panel(env) | {"key": "held_out", "options": None} | _GREEDY,
-        disjoint=held_out and question.set == "held_out",
+        # the validation sets of a mixture are named after its environments
+        disjoint=held_out and (mixed or question.set == "held_out"),
         outcomes=_by_key(content["episodes"], file=files[chosen]),
         cost={"iterations": float(chosen), **_numbers(content["cost"])},
     )

@@ -144,6 +144,21 @@ def test_the_validation_is_chosen_by_its_number_or_its_success(tmp_path: Path) -
         assert compare(*sides, Question(which=which)).iterations == ([expected], [expected])  # type: ignore[arg-type]
 
 
+def test_runs_of_a_mixture_are_compared_by_environment(tmp_path: Path) -> None:
+    runs = [made_run(tmp_path / name, range(9)) for name in "ab"]
+    for share, run in enumerate(runs, 1):
+        (run / "validations/held_out").rename(run / "validations/lake")
+        lake = {**ENV, "share": share, "validation": {"held_out": True}}
+        other = {**ENV, "max_turns": 9 + share, "validation": {"held_out": False}}
+        env = {"name": "mixture", "environments": {"lake": lake, "other": other}}
+        file = run / "config.yaml"
+        # as JSON, which has no aliases
+        file.write_text(json.dumps(yaml.safe_load(file.read_text()) | {"env": env}))
+    # the episodes of an environment depend on its own settings alone
+    found = compare([str(runs[0])], [str(runs[1])], Question(set="lake"))
+    assert found.episodes == 20 and len(found.notes) == 1
+
+
 def in_another_place(folder: Path) -> None:
     shutil.rmtree(folder / "validations")
 
