@@ -19,6 +19,7 @@ from support.runs.composing import composed, evaluation_config, resolved
 
 from ragen_pl.assembly.build import episode_settings
 from ragen_pl.config import ConfigError
+from ragen_pl.config.composition import compose_overrides
 from ragen_pl.config.own_files import write_settings
 from ragen_pl.config.settings import keys_of
 from ragen_pl.config.settings import read_settings as read_node
@@ -169,6 +170,21 @@ def test_command_line_changes_the_settings_of_the_run(root: Path) -> None:
     assert slippery.env.kwargs.slip_probability == 0.6667 and slippery.env.kwargs.size == 5
     assert slippery.model == kept.model and slippery.validation.episodes == 20
     assert evaluation_config(f"ckpt={RUN_ID}", f"paths.root={root}").ckpt == RUN_ID
+
+
+def test_an_environment_of_a_mixture_needs_no_file_of_its_name(tmp_path: Path) -> None:
+    small = "{file: frozenlake, kwargs: {size: 3}, validation: {episodes: 7}}"
+    given = ["env=mixture", f"env.environments={{small: {small}, bandit: 1}}"]
+    cfg = compose_overrides("fit", given)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    with pytest.raises(ConfigError, match="choose one, such as env=small"):
+        evaluation_config(f"ckpt={tmp_path}")
+    for ckpt in (f"ckpt={tmp_path}", "ckpt=last"):
+        found = evaluation_config(ckpt, f"paths.run_dir={tmp_path}", "env=small")
+        assert (found.env.name, found.env.kwargs.size, found.source.held_out) == ("small", 3, 7)
+        assert "cycle" in found.validation.baselines
 
 
 def test_an_option_of_scripted_policies_adds_those_of_no_other_environment(root: Path) -> None:
