@@ -20,6 +20,7 @@ from ragen_pl.base.finite import first_non_finite
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import plain
 from ragen_pl.config.own_files import write_settings
+from ragen_pl.evaluation.settings import HELD_OUT
 from ragen_pl.models.adapters import (
     base_is_changed,
     merge_adapters,
@@ -86,12 +87,12 @@ def _settings(cfg: DictConfig, bundle: ModelBundle, *, merged: bool) -> DictConf
             "run_dir": cfg.source.run,
             "checkpoint": cfg.source.checkpoint,
             "settings": {
+                "source": {name: cfg.source[name] for name in HELD_OUT},
                 **{name: settings[name] for name in ("env", "context", "rollout")},
                 "model": {"build": {"dtype": _dtype(bundle), **_attention(settings)}},
                 "validation": {
                     "episodes": cfg.validation.episodes,
                     "baselines": settings["validation"]["baselines"],
-                    "held_out": cfg.source.held_out > 0,
                     # A warm start with adapters does not fit the merged model.
                     "warm_start": not merged,
                 },

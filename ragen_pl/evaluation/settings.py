@@ -45,6 +45,10 @@ _NO_POLICIES = "env=custom"
 _RESOLVED = ("ckpt", "env", "model", _ENGINE, _BASELINES)
 # Settings of a pretrained model that a checkpoint is used with.
 _LOADING = ("dtype", "attn_implementation")
+HELD_OUT = ("held_out", "environment")
+"""Keys of `source` that say which initial states training held out."""
+# more initial states than any validation set has
+_MANY = 1 << 53
 _PRETRAINED = {
     "_target_": "ragen_pl.models.build.load_pretrained",
     "dtype": "float32",
@@ -295,11 +299,21 @@ def _apply_run(settings: Settings, trained: Settings, *, keep_env: bool) -> None
     settings["validation"] |= {key: validation[key] for key in kept if key in validation}
     settings["context"] |= trained.get("context", {})
     settings["rollout"] |= _of_episodes(rollout)
-    if validation.get("held_out"):
-        settings["source"] |= {
-            "held_out": validation["episodes"],
-            "environment": environment_key(trained["env"]),
-        }
+    settings["source"] |= _held_out(trained)
+
+
+def _held_out(trained: Settings) -> Settings:
+    """Return the keys of `source` that say which initial states training held out."""
+    if of_run := trained.get("source"):
+        # of an exported policy, whose other settings may be changed ones
+        return {key: of_run.get(key) for key in HELD_OUT}
+    env, validation = trained["env"], trained.get("validation", {})
+    if env.get("held_out_fraction") is not None:
+        # whatever their number
+        count = _MANY
+    else:
+        count = validation["episodes"] if validation.get("held_out") else 0
+    return {"held_out": count, "environment": environment_key(env) if count else None}
 
 
 def _of_episodes(rollout: Settings) -> Settings:

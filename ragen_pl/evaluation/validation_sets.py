@@ -75,7 +75,7 @@ def validation_settings(cfg: DictConfig) -> list[ValidationSettings]:
 def environment_key(env: Mapping[str, Any]) -> str:
     """Return the settings that determine an environment's initial states, as text."""
     kwargs = sorted((env.get("kwargs") or {}).items())
-    return f"{env.get('target')} {kwargs}"
+    return f"{env.get('target')} {kwargs} {env.get('held_out_fraction')}"
 
 
 def _changed(cfg: DictConfig, changes: Mapping[str, Any]) -> dict[str, Any]:

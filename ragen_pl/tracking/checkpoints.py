@@ -152,7 +152,7 @@ def _check_groups(settings: Mapping[str, Any], file: Path) -> None:
     """
     for names in (("env",), ("model",), ("model", "build")):
         group_of(settings, *names, file=file)
-    for name in ("context", "rollout", "validation"):
+    for name in ("context", "rollout", "validation", "source"):
         group_of(settings, name, file=file, missing={})
     if settings["env"].get("kwargs"):
         group_of(settings, "env", "kwargs", file=file)

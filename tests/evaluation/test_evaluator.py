@@ -146,6 +146,17 @@ def test_same_weights_give_the_same_table(
     assert evaluated(run, ckpt, tmp_path, "mlflow=false").validation_sets == table.validation_sets
 
 
+def test_an_exported_policy_knows_what_its_training_held_out(run: Path, tmp_path: Path) -> None:
+    changes = ("env.kwargs.hole_fraction=0.3", "validation.episodes=40")
+    folder = export(
+        evaluation_config(f"ckpt={run}", f"to={tmp_path / 'to'}", *changes, command="export")
+    )
+    found, trained = evaluation_config(f"ckpt={folder}"), evaluation_config(f"ckpt={run}")
+    assert found.validation.episodes == 40 and trained.source.held_out == 12
+    for key in ("held_out", "environment"):
+        assert found.source[key] == trained.source[key]
+
+
 def test_seed_changes_sampled_responses(run: Path, table: Evaluation, tmp_path: Path) -> None:
     other = evaluated(run, str(run), tmp_path, "seed=1", "mlflow=false").validation_sets["held_out"]
     same = table.validation_sets["held_out"]

@@ -306,6 +306,24 @@ def test_validation_sets_change_the_environment_and_count_held_out_states(root: 
     check_evaluation(cfg)
 
 
+def test_a_held_out_fraction_holds_for_any_number_of_states_and_itself_alone(root: Path) -> None:
+    run = root / "frozenlake" / "2026-01-02_10-00-00"
+
+    def set_aside(*changes: str) -> int:
+        cfg = evaluation_config(f"ckpt={run}", "validation.episodes=30", *changes)
+        (settings,) = validation_settings(cfg)
+        return settings.set_aside(cfg.source)
+
+    assert set_aside() == 20
+    # other states are played
+    assert set_aside("env.held_out_fraction=0.2") == 0
+    cfg = OmegaConf.load(run / "config.yaml")
+    cfg.env.held_out_fraction = 0.2
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    assert set_aside() == 30
+    assert set_aside("env.held_out_fraction=null") == 0
+
+
 def test_sampling_depends_on_the_number_of_samples(root: Path) -> None:
     trained = resolved(f"ckpt={root}/frozenlake/2026-01-02_10-00-00")
 
