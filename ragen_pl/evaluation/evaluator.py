@@ -25,7 +25,7 @@ from ragen_pl.assembly.build import (
 )
 from ragen_pl.assembly.weights import load_bundle, load_weights
 from ragen_pl.base.phases import phase
-from ragen_pl.base.records import Origin, write_episodes
+from ragen_pl.base.records import FILE, Origin, write_episodes
 from ragen_pl.checkpoints.folder import Run, time_stamped
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import plain
@@ -34,7 +34,14 @@ from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.protocol import RolloutEngine
 from ragen_pl.evaluation.checks import has_weights
 from ragen_pl.evaluation.mlflow_log import log_evaluation, tracked_run
-from ragen_pl.evaluation.report import BLANK_IMAGES, POLICY, WARM_START, print_tables, write_report
+from ragen_pl.evaluation.report import (
+    BLANK_IMAGES,
+    JSON,
+    POLICY,
+    WARM_START,
+    print_tables,
+    write_report,
+)
 from ragen_pl.evaluation.sampling import SamplingSettings
 from ragen_pl.evaluation.validation_sets import ValidationSettings, validation_settings
 from ragen_pl.metrics.intervals import success_by_difficulty, validation_metrics
@@ -133,9 +140,17 @@ class Evaluator:
         )
 
     @property
+    def endpoint_row(self) -> str:
+        """Name of the row of the model behind an API; a model of `ragen_pl.serve` is named as the policy."""
+        assert self.endpoint is not None
+        others = {POLICY, BLANK_IMAGES, WARM_START, *(self.cfg.validation.baselines or {})}
+        model = self.endpoint.model
+        return f"{model} (API)" if model in others else model
+
+    @property
     def shown_policy(self) -> str:
         """Name of the policy whose episodes are written."""
-        return POLICY if self.endpoint is None or self.engine is not None else self.endpoint.model
+        return POLICY if self.endpoint is None or self.engine is not None else self.endpoint_row
 
     def close(self) -> None:
         """End the engine and the endpoint."""
@@ -164,7 +179,7 @@ class Evaluator:
                     yield self._timed(settings, BLANK_IMAGES, blank)
             if self.endpoint is not None:
                 asked = partial(self._asked, settings, self.endpoint)
-                yield self._timed(settings, self.endpoint.model, asked)
+                yield self._timed(settings, self.endpoint_row, asked)
             for name, baseline in (self.cfg.validation.baselines or {}).items():
                 if baseline:
                     scripted = partial(self._scripted, settings, str(name))
@@ -276,11 +291,15 @@ class Evaluator:
         about = self.evaluation.about
         run = f"{'/'.join(Path(about['run']).parts[-2:])}, " if about["run"] else ""
         time = datetime.now().strftime("%Y-%m-%d %H:%M")
-        return f"{run}{Path(about['checkpoint']).stem}, validation set {validation_set}, evaluated {time}"
+        # a model's name may have dots
+        weights = Path(about["checkpoint"]).name.removesuffix(".ckpt")
+        return f"{run}{weights}, validation set {validation_set}, evaluated {time}"
 
 
 def evaluate(cfg: DictConfig) -> Evaluation:
     """Play all validation sets, print and write the tables, log them under the training run.
+
+    The tables of what was played are written where a later set fails, or the command is interrupted.
 
     Raises:
         ConfigError: The weights can't be loaded, or a validation set can't be played.
@@ -291,12 +310,17 @@ def evaluate(cfg: DictConfig) -> Evaluation:
         bundle = load_bundle(cfg).to(device_named(cfg.device))
     folder = output_folder(cfg)
     evaluator = Evaluator(cfg, bundle, folder=folder, endpoint=endpoint)
+    evaluation = evaluator.evaluation
+    # of an earlier evaluation in this folder, for whose episodes those of this one would be taken
+    names = [settings.name for settings in validation_settings(cfg)]
+    for file in (JSON, *(f"{name}/{each}" for name in names for each in (FILE, PAGE))):
+        (folder / file).unlink(missing_ok=True)
     with closing(evaluator):
         for played in evaluator.play():
             evaluator.add(played)
             if played.policy == evaluator.shown_policy and cfg.trajectories:
                 evaluator.write(played)
-    evaluation = evaluator.evaluation
+            write_report(evaluation.about, evaluation.validation_sets, folder=folder)
     print_tables(evaluation.about, evaluation.validation_sets)
     write_report(evaluation.about, evaluation.validation_sets, folder=folder)
     run = tracked_run(cfg)

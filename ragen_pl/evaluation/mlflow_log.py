@@ -78,7 +78,10 @@ def log_evaluation(
         child_id = child.info.run_id
         _log_values(client, child_id, child.info.start_time, cfg, validation_sets)
         client.log_artifacts(child_id, str(folder))
-        for file in sorted(folder.glob(f"*/{FILE}")):
+        # of an earlier evaluation in this folder there may be others
+        for file in (folder / name / FILE for name in validation_sets):
+            if not file.exists():
+                continue
             trace_records(
                 islice(read_records(file), int(str(cfg["traces"]))),
                 images=file.parent,

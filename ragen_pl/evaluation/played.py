@@ -21,14 +21,13 @@ from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.config.environments import without_others
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.nodes import leaves
-from ragen_pl.evaluation.report import POLICY
+from ragen_pl.evaluation.report import JSON, POLICY
 from ragen_pl.metrics.paired import RESAMPLES
 from ragen_pl.tracking.checkpoints import group_of, text_of
 from ragen_pl.viewing import validations
 from ragen_pl.viewing.run_files import find_runs
 from ragen_pl.viewing.validations import Cost, Outcome, Validation
 
-_EVALUATION = "evaluation.json"
 # bytes of evaluation.json, and of the records of a validation set
 _MAX_BYTES, _MAX_BYTES_OF_RECORDS = 1 << 26, 1 << 29
 # settings of `env` that change no episode
@@ -102,7 +101,7 @@ def read_played(place: str, question: Question, *, key: str) -> Played:
     if Path(question.set).name != question.set:
         raise ConfigError(f"set={question.set}: expected the name of a validation set")
     with config_errors(named, hint="give the folder of a run or an evaluation of ragen_pl"):
-        if is_inside(folder, folder / _EVALUATION):
+        if is_inside(folder, folder / JSON):
             return _of_evaluation(place, folder, question, named=named)
         if (folder / FIRST).is_file():
             return _of_run(place, folder, question, named=named)
@@ -175,7 +174,7 @@ def _score(validation: Validation) -> tuple[float, float]:
 
 
 def _of_evaluation(place: str, folder: Path, question: Question, *, named: str) -> Played:
-    file = folder / _EVALUATION
+    file = folder / JSON
     if file.stat().st_size > _MAX_BYTES:
         raise ConfigError(f"{file}: larger than {_MAX_BYTES} bytes")
     content = plain_json(file.read_bytes())

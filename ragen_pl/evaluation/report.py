@@ -9,12 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ragen_pl.base.files import atomic_write
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.phases import wide_console
 from ragen_pl.metrics.shown import SIMULATED_USER, VALIDATED
 
 POLICY, BLANK_IMAGES, WARM_START = "policy", "blank images", "warm start"
 """Names in the tables of the trained policy, of the same with blank images, and of its warm start."""
+JSON = "evaluation.json"
+"""File of an evaluation's settings and metrics."""
 
 Rows = list[list[str]]
 ValidationResults = Mapping[str, Mapping[str, Any]]
@@ -27,12 +30,13 @@ _LOG_WIDTH = 140
 
 def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
     """Return head and rows of the table of all validation sets and policies."""
-    first = next(iter(next(iter(validation_sets.values()))["policies"].values()))
-    passes = [name for name in first if name.startswith("pass@") and name[5:].isdigit()]
     # the success has an interval
     (success, _, _), *others = VALIDATED[:4]
     labels = [success, *(label for label, _, _ in others)]
     played = [metrics for one in validation_sets.values() for metrics in one["policies"].values()]
+    # a policy whose episodes have failed may have none
+    names = dict.fromkeys(name for metrics in played for name in metrics)
+    passes = [name for name in names if name.startswith("pass@") and name[5:].isdigit()]
     users = SIMULATED_USER if any("user_errors" in metrics for metrics in played) else ()
     head = ["validation set", "policy", *labels, *passes, *(label for label, _, _ in users)]
     rows = []
@@ -67,14 +71,18 @@ def difficulty_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows
             policy: metrics.get("by_difficulty", {})
             for policy, metrics in validation_set["policies"].items()
         }
-        levels = next(iter(by_policy.values()))
-        if len(levels) < 2:
+        # each without the episodes of its own that have failed
+        episodes: dict[str, float] = {}
+        for levels in by_policy.values():
+            for level, metrics in levels.items():
+                episodes[level] = max(episodes.get(level, 0.0), metrics["episodes"])
+        if len(episodes) < 2:
             continue
-        for number, (level, metrics) in enumerate(levels.items()):
-            cells = [by_policy.get(policy, {}).get(level) for policy in columns]
+        for number, level in enumerate(sorted(episodes, key=int)):
+            cells = [by_policy.get(policy, {}).get(level, {}) for policy in columns]
             rows.append(
-                ["" if number else name, level, f"{metrics['episodes']:.0f}"]
-                + [proportion(cell, "success") if cell else "-" for cell in cells]
+                ["" if number else name, level, f"{episodes[level]:.0f}"]
+                + [proportion(cell, "success") for cell in cells]
             )
     return ["validation set", "difficulty", "episodes", *columns], rows
 
@@ -92,11 +100,13 @@ def _decimal(metrics: Mapping[str, float], name: str, digits: int) -> str:
 
 
 def proportion(metrics: Mapping[str, float], name: str) -> str:
-    """Return a proportion with its 95% interval.
+    """Return a proportion with its 95% interval, or a dash.
 
     >>> proportion({"success": 1.0, "success_low": 0.91, "success_high": 1.0}, "success")
     '1.000 [0.910, 1.000]'
     """
+    if name not in metrics:
+        return "-"
     return f"{metrics[name]:.3f} [{metrics[f'{name}_low']:.3f}, {metrics[f'{name}_high']:.3f}]"
 
 
@@ -158,9 +168,12 @@ def write_report(
     """Write `evaluation.json` and `evaluation.md`."""
     folder.mkdir(parents=True, exist_ok=True)
     evaluation = {"about": about, "validation_sets": validation_sets}
-    text = json_text(evaluation, indent=1, ensure_ascii=False)
-    (folder / "evaluation.json").write_text(text, encoding="utf-8")
-    (folder / "evaluation.md").write_text(markdown(about, validation_sets), encoding="utf-8")
+    for name, text in {
+        JSON: json_text(evaluation, indent=1, ensure_ascii=False),
+        "evaluation.md": markdown(about, validation_sets),
+    }.items():
+        with atomic_write(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
 def markdown(about: Mapping[str, Any], validation_sets: ValidationResults) -> str:

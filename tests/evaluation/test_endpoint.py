@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.errors import HydraException
@@ -23,8 +24,8 @@ from ragen_pl.base.records import read_records
 from ragen_pl.config import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.evaluation.checks import check_evaluation
-from ragen_pl.evaluation.evaluator import Evaluation, evaluate
-from ragen_pl.evaluation.report import notes
+from ragen_pl.evaluation.evaluator import Evaluation, Evaluator, evaluate
+from ragen_pl.evaluation.report import difficulty_rows, main_rows, notes
 from ragen_pl.playing.checks import check_play
 from ragen_pl.playing.play import play
 
@@ -80,6 +81,51 @@ def test_its_row_stands_beside_a_model(server: ChatServer, tmp_path: Path) -> No
     assert list(validation_set["policies"]) == ["policy", "walker", *players]
     assert results.objective == validation_set["policies"]["policy"]["success"]
     assert validation_set["policies"]["walker"]["valid_actions"] == 1.0
+
+
+def test_its_name_is_that_of_no_other_row(server: ChatServer, tmp_path: Path) -> None:
+    few = ["validation.episodes=2", "env.max_turns=2"]
+    evaluated(server, tmp_path, *few, "endpoint.model=lab/walker-4.1-mini")
+    page = tmp_path / "out" / "held_out" / "page.html"
+    assert "<title>walker-4.1-mini, validation set held_out" in page.read_text()
+    # in the same folder
+    few += ["endpoint.model=random", "trajectories=false"]
+    (validation_set,) = evaluated(server, tmp_path, *few).validation_sets.values()
+    players = ["random (API)", "random", "garbage", "optimal", "cycle"]
+    assert list(validation_set["policies"]) == players
+    # its episodes are not those of the evaluation before
+    assert not [*page.parent.glob("*.*")]
+
+
+def test_what_was_played_is_written_before_an_interruption(
+    server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(evaluator: Evaluator, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluator, "_scripted", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(server, tmp_path, "validation.episodes=2", "env.max_turns=2")
+    written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert list(written["validation_sets"]["held_out"]["policies"]) == ["walker"]
+
+
+def test_tables_have_a_dash_for_what_failed_episodes_leave_out() -> None:
+    def metrics(*levels: int, **more: float) -> dict[str, Any]:
+        whole = {"episodes": 2.0, "success": 0.5, "success_low": 0.1, "success_high": 0.9}
+        return whole | more | {"by_difficulty": {str(level): whole for level in levels}}
+
+    passed = {"pass@2": 0.5, "pass@2_low": 0.1, "pass@2_high": 0.9}
+    for policies in (
+        {"policy": metrics(2), "random": metrics(1, 2, 10, **passed)},
+        {"policy": metrics(1, 2, 10, **passed), "random": metrics(2)},
+    ):
+        head, rows = main_rows({"held_out": {"policies": policies}})
+        cells = [row[head.index("pass@2")] for row in rows]
+        assert sorted(cells) == ["-", "0.500 [0.100, 0.900]"]
+        _, rows = difficulty_rows({"held_out": {"policies": policies}})
+        assert [row[1:3] for row in rows] == [["1", "2"], ["2", "2"], ["10", "2"]]
+        assert sorted(rows[0][3:])[0] == "-"
 
 
 def test_there_is_none_by_default(tmp_path: Path) -> None:
