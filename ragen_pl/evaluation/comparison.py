@@ -29,7 +29,6 @@ from ragen_pl.metrics.paired import (
     Paired,
     paired_difference,
     sign_test,
-    widest_unseen,
 )
 from ragen_pl.tracking.checkpoints import text_of
 from ragen_pl.viewing.run_files import differences
@@ -142,12 +141,12 @@ def compare_played(
             _values(right, keys, name),
             states=states,
             same_seeds=same_seeds,
+            is_success=name == "success",
             resamples=question.resamples,
             seed=question.seed,
         )
         for name in METRICS
     }
-    metrics["success"] = _with_width(metrics["success"], states=len(set(states)))
     return Comparison(
         sides=([one.place for one in left], [one.place for one in right]),
         iterations=(_iterations(left), _iterations(right)),
@@ -166,16 +165,6 @@ def _values(side: Sequence[Played], keys: Sequence[Key], name: str) -> np.ndarra
     """Return a value of each episode of each run, float64 `[runs, episodes]`."""
     outcomes: list[list[Mapping[str, Any]]] = [[one.outcomes[key] for key in keys] for one in side]
     return np.array([[outcome[name] for outcome in row] for row in outcomes], dtype=np.float64)
-
-
-def _with_width(paired: Paired, *, states: int) -> Paired:
-    """Return a difference of successes, with an interval also where all states have the same one."""
-    found = paired.difference
-    if found.low < found.high:
-        return paired
-    unseen = widest_unseen(states)
-    wider = Estimate(found.value, max(-1.0, found.low - unseen), min(1.0, found.high + unseen))
-    return Paired(left=paired.left, right=paired.right, difference=wider)
 
 
 def _iterations(side: Sequence[Played]) -> list[int | None]:

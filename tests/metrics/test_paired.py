@@ -40,6 +40,24 @@ def test_the_interval_covers_the_true_difference_nineteen_times_in_twenty() -> N
     assert 0.9 <= np.mean(covered) <= 0.99
 
 
+@pytest.mark.parametrize(("gains", "losses"), [(0.02, 0.01), (0.04, 0.0)])
+def test_the_interval_of_success_covers_it_where_few_states_differ(
+    gains: float, losses: float
+) -> None:
+    rng = np.random.default_rng(4)
+    covered = []
+    for _ in range(200):
+        draw, other = rng.random(64), rng.random(64) < 0.7
+        gained, lost = draw < gains, draw > 1 - losses
+        found = paired_difference(
+            ((other | gained) & ~lost)[None] * 1.0,
+            ((other | lost) & ~gained)[None] * 1.0,
+            states=range(64), same_seeds=False, is_success=True, resamples=500,
+        ).difference  # fmt: skip
+        covered.append(found.low <= gains - losses <= found.high)
+    assert np.mean(covered) >= 0.93
+
+
 def test_the_interval_of_one_pair_is_that_of_the_mean_difference() -> None:
     rng = np.random.default_rng(1)
     left, right = rng.random(400) < 0.7, rng.random(400) < 0.5
