@@ -15,7 +15,8 @@ def main(cfg: DictConfig) -> None:
     """Write the page and print its path."""
     from ragen_pl.base.foreign_files import is_inside
     from ragen_pl.base.records import FILE, read_records
-    from ragen_pl.viewing.page import PAGE, write_page
+    from ragen_pl.viewing.page import PAGE, PLAYED, write_page
+    from ragen_pl.viewing.run_files import played_outcomes
 
     file = Path(cfg.records).expanduser().absolute()
     if file.is_dir() and not (file / FILE).exists():
@@ -26,8 +27,15 @@ def main(cfg: DictConfig) -> None:
     if not is_inside(file.parent, file):
         raise ConfigError(f"records={cfg.records}: {file} is a link that leads out of its folder")
     with config_errors(f"records={cfg.records}", hint="give records that ragen_pl has written"):
-        records = list(read_records(file))
-        print(write_page(records, path, title=title, images=file.parent, episodes=cfg.episodes))
+        page = write_page(
+            list(read_records(file)),
+            path,
+            title=title,
+            images=file.parent,
+            episodes=cfg.episodes,
+            played=played_outcomes(file.parent, PLAYED),
+        )
+    print(page)
 
 
 def _without_records(folder: Path, *, name: str) -> str:

@@ -230,12 +230,12 @@ def episodes_page(folder: Path, name: str, *, title: str, episodes: int) -> str:
         title=title,
         images=file.parent,
         episodes=episodes,
-        played=_played(folder, f"{name}/{PLAYED}"),
+        played=played_outcomes(folder, f"{name}/{PLAYED}"),
         failures_first=True,
     )
 
 
-def _played(folder: Path, name: str) -> dict[str, int] | None:
+def played_outcomes(folder: Path, name: str) -> dict[str, int] | None:
     """Return the numbers of all episodes, of which the records are some; None if they are not known."""
     counts = typed_or_none(dict[str, int], object_in(_text(folder, name)))
     return counts if counts is not None and counts.keys() == outcomes([]).keys() else None

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from support.runs.called_commands import caller
 from support.servers.browser import browse, in_browser, record
 
+from ragen_pl.base.records import write_records
 from ragen_pl.trajectory import Span
-from ragen_pl.viewing.page import page_html, write_page
+from ragen_pl.viewing.page import PLAYED, outcomes, page_html, write_page
 
 NASTY = (
     "</script><script>document.title='owned'</script>"
@@ -176,6 +178,20 @@ def test_page_of_a_sample_shows_what_went_wrong(folder: Path) -> None:
     records = [record(group, success=group == 7) for group in range(40)]
     assert 7 in shown(records, folder, episodes=10)["groups"]
     assert len(shown(records, folder, episodes=10)["groups"]) == 10
+
+
+def test_a_page_of_records_that_are_a_sample_states_the_numbers_of_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [record(group, success=False) for group in range(4)]
+    write_records(records, folder)
+    call = caller(monkeypatch, capsys)
+    played = {"episodes": 256, "success": 250, "failed": 1}
+    for text, totals in ((json.dumps(played), played), ("[]", outcomes([("", False)] * 4))):
+        (folder / PLAYED).write_text(text)
+        assert call("page", f"records={folder}").code == 0
+        data = json.loads(read((folder / "page.html").read_text()).data)
+        assert data["totals"] == totals
 
 
 @in_browser
