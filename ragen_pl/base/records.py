@@ -262,7 +262,7 @@ def _turn(
         "turn": number,
         "observation": turn.observation.text,
         "images": images.names(turn.observation.images) if images else [],
-        "prompt_text": prompt_text(turn.prompt_ids, reader=reader) if reader else None,
+        "prompt_text": prompt_text(turn, reader=reader) if reader else None,
         "prompt_ids": turn.prompt_ids.tolist(),
         "prompt_images": images.names(turn.prompt_images) if images else [],
         "prompt_patches": None if patches is None else [kept.tolist() for kept in patches],
@@ -289,20 +289,28 @@ def _turn(
     }
 
 
-def prompt_text(ids: np.ndarray, *, reader: TokenReader) -> str:
+def prompt_text(turn: Turn, *, reader: TokenReader) -> str:
     """Return a prompt as the model reads it: control tokens included, each image's tokens as `<image>`."""
-    image_token = reader.bundle.image_token_id
+    bundle = reader.bundle
+    shown = turn.prompt_patches
+    sizes = [
+        bundle.num_image_tokens(image) if shown is None else len(shown[number])
+        for number, image in enumerate(turn.prompt_images)
+    ]
+    # of each image token: images may be beside each other, and have other tokens between their rows
+    images = iter(np.repeat(np.arange(len(sizes)), sizes).tolist())
     pieces: list[str] = []
     text_ids: list[int] = []
     previous = None
-    for token in ids.tolist():
-        if image_token is None or token != image_token:
+    for token in turn.prompt_ids.tolist():
+        if bundle.image_token_id is None or token != bundle.image_token_id:
             text_ids.append(token)
-        elif previous != image_token:
-            pieces += [_decoded(text_ids, reader.bundle), _IMAGE_SLOT]
-            text_ids = []
-        previous = token
-    return "".join([*pieces, _decoded(text_ids, reader.bundle)])
+            continue
+        image = next(images, None)
+        if image != previous:
+            pieces += [_decoded(text_ids, bundle), _IMAGE_SLOT]
+            text_ids, previous = [], image
+    return "".join([*pieces, _decoded(text_ids, bundle)])
 
 
 def _decoded(ids: Sequence[int], bundle: Any) -> str:

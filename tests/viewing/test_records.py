@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from support.episodes.call_trees import after, call, episode
-from support.episodes.trajectories import make_trajectory, roll_out, starts
+from support.episodes.trajectories import make_trajectory, make_turn, roll_out, starts
 
 from ragen_pl.algorithms.advantages.gae import MaskedGAE
 from ragen_pl.algorithms.masks import sampled
@@ -28,8 +28,9 @@ from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.modules.credit import assign_credit, write_credit
 from ragen_pl.modules.masking import Masks, compute_token_masks
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.prompts.conversation import Conversation
 from ragen_pl.rollout.proxy import AgentProxy
-from ragen_pl.trajectory import EpisodeStatus, Trajectory
+from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory
 from ragen_pl.viewing.token_credit import token_credit
 
 
@@ -72,6 +73,25 @@ def test_record_holds_the_episode(
     seen = {name for record in read for turn in record["turns"] for name in turn["prompt_images"]}
     assert len(list((tmp_path / "images").iterdir())) == len(seen)
     assert read[0]["turns"][0]["images"] == read[1]["turns"][0]["images"]
+
+
+def test_each_image_of_a_prompt_has_a_place_in_its_text(proxy: AgentProxy, tmp_path: Path) -> None:
+    context, talk = proxy.context, Conversation(system=None)
+    pair = [np.full((64, 64, 3), shade, np.uint8) for shade in (50, 200)]
+    prompt = context.observe(talk, Observation(text="now", images=pair), max_turns=9)
+    whole = make_turn(prompt_ids=prompt.ids, prompt_images=pair)
+    # some patches of the first image
+    left_out = np.flatnonzero(prompt.ids == context.bundle.image_token_id)[:3]
+    count = context.bundle.num_image_tokens(pair[0])
+    some = make_turn(
+        prompt_ids=np.delete(prompt.ids, left_out),
+        prompt_images=pair,
+        prompt_patches=[np.arange(3, count), np.arange(count)],
+    )
+    record = to_record(make_trajectory(whole, some), reader=context, images=ImageFiles(tmp_path))
+    for turn in record["turns"]:
+        assert turn["prompt_text"].count("<image><image>") == 1
+        assert turn["prompt_text"].count("<image>") == len(turn["prompt_images"]) == 2
 
 
 def test_token_credit_belongs_to_its_tokens(played: list[Trajectory], proxy: AgentProxy) -> None:
