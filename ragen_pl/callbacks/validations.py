@@ -16,7 +16,7 @@ from ragen_pl.callbacks.access import run_folder
 from ragen_pl.data.validation import ValidationChunk
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.trajectory import Trajectory
-from ragen_pl.viewing.validations import SCHEMA, Outcome, outcome_of, write_validation
+from ragen_pl.viewing.validations import SCHEMA, Outcome, drop_later, outcome_of, write_validation
 
 
 class KeepValidations(RolloutCallback):
@@ -38,7 +38,9 @@ class KeepValidations(RolloutCallback):
         self._outcomes: dict[str, list[Outcome]] = defaultdict(list)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clocks."""
+        """Start the clocks, and drop the validations of weights after the checkpoint that the run goes on from."""
+        if trainer.is_global_zero:
+            drop_later(run_folder(trainer), iteration=trainer.current_epoch)
         self._start()
 
     def on_rollout_end(

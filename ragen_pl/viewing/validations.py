@@ -121,6 +121,14 @@ def validation_files(run: Path, name: str) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def drop_later(run: Path, *, iteration: int) -> None:
+    """Remove the validations of a run after more iterations, which come again."""
+    for folder in (run / FOLDER).glob("*/"):
+        for number, file in validation_files(run, folder.name).items():
+            if number > iteration:
+                file.unlink()
+
+
 def read_validation(file: Path) -> Validation:
     """Return a validation.
 

@@ -29,10 +29,12 @@ from ragen_pl.callbacks.summary import (
     summary_table,
 )
 from ragen_pl.callbacks.trajectories import LogTrajectories, staying, strip
+from ragen_pl.callbacks.validations import KeepValidations
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.tracking.loggers import RecordLogger
 from ragen_pl.trajectory import Observation, Trajectory
 from ragen_pl.viewing.run_files import episodes_page
+from ragen_pl.viewing.validations import validation_files, write_validation
 
 
 def trajectory(group: int, *, side: int = 8) -> Trajectory:
@@ -190,6 +192,20 @@ def test_a_page_of_a_validation_counts_all_of_its_episodes(tmp_path: Path) -> No
         assert '"totals":{"episodes":3,"success":0,"failed":0}' in episodes_page(
             tmp_path, name, title="a run", episodes=64
         )
+
+
+def test_validations_of_weights_that_a_resume_drops_are_dropped(tmp_path: Path) -> None:
+    cost = {"episodes": 1, "response_tokens": 1, "seconds": 1.0, "processor_seconds": 1.0}
+    for name in ("lake", "bandit"):
+        for iteration in range(3):
+            write_validation(
+                {"schema": 1, "iteration": iteration, "validation_set": name, "cost": cost, "episodes": []},
+                tmp_path,
+            )  # fmt: skip
+    # from a checkpoint before the first iteration
+    fit(tmp_path, KeepValidations(), module=ScriptedPolicy(), max_epochs=1)
+    for name in ("lake", "bandit"):
+        assert list(validation_files(tmp_path, name)) == [0]
 
 
 def test_trajectories_are_mlflow_artifacts(tmp_path: Path, empty_store: Path) -> None:
