@@ -31,7 +31,7 @@ from ragen_pl.metrics.paired import (
     sign_test,
 )
 from ragen_pl.tracking.checkpoints import text_of
-from ragen_pl.viewing.run_files import differences
+from ragen_pl.viewing.run_files import OF_SEEDS, differences
 
 METRICS = {
     "success": "success",
@@ -51,8 +51,6 @@ COSTS = {
 """Costs of a run before its validation, with names in tables."""
 
 _LOG_WIDTH = 120
-# settings that differ between runs of other seeds
-_OF_SEEDS = ("seed", "model.build.seed", "warm_start.weights")
 # settings in a note
 _SHOWN = 3
 
@@ -201,7 +199,7 @@ def _notes(left: Sequence[Played], right: Sequence[Played], question: Question) 
         )
     for side in (left, right):
         folders = [one.folder for one in side if one.folder is not None]
-        mixed = [key for key in differences(folders) if key not in _OF_SEEDS]
+        mixed = [key for key in differences(folders) if key not in OF_SEEDS]
         if len(folders) > 1 and mixed:
             names = text_of(", ".join(mixed[:_SHOWN]))
             notes.append(

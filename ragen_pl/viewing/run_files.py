@@ -45,6 +45,8 @@ _OF_REFERENCES, _OF_THE_RUN, _MAX_REFERENCES = (
 _COPY_IN_MLFLOW = re.compile(r"(?:.*/)?[0-9a-f]{32}/artifacts")
 # settings that differ between any two runs
 _OWN_SETTINGS = ("paths.", "ckpt_path", "debug", "trust")
+OF_SEEDS = ("seed", "model.build.seed", "warm_start.weights")
+"""Settings that differ between runs of other seeds."""
 
 
 def find_runs(folder: Path) -> dict[str, Path]:
@@ -88,8 +90,11 @@ def overview(folder: Path) -> dict[str, Any]:
 
 def seeds_key(settings: Mapping[str, str]) -> str:
     """Return what is equal for runs whose settings differ in nothing but the seed."""
-    own = ("seed", *_OWN_SETTINGS)
-    named = [(key, value) for key, value in settings.items() if not key.startswith(own)]
+    named = [
+        (key, value)
+        for key, value in settings.items()
+        if key not in OF_SEEDS and not key.startswith(_OWN_SETTINGS)
+    ]
     return hashlib.sha256(repr(sorted(named)).encode()).hexdigest()[:16] if named else ""
 
 

@@ -17,9 +17,11 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import pytest
+from omegaconf import OmegaConf
 from support.servers.browser import in_browser, record, visit
 
 from ragen_pl.base.records import write_records
+from ragen_pl.config.composition import compose_overrides
 from ragen_pl.viewing.outcomes import count_kinds, kind_of
 from ragen_pl.viewing.run_files import differences, overview
 from ragen_pl.viewing.watch import listen
@@ -300,14 +302,15 @@ def test_a_run_without_success_is_shown_by_its_return(runs: Path) -> None:
     shutil.rmtree(run.parent)
 
 
-def test_runs_that_differ_in_their_seed_alone_belong_together(runs: Path) -> None:
-    first, other = (make_run(runs / "seeds" / name, lr=0.3) for name in ("a", "b"))
-    config = other / "config.yaml"
-    config.write_text(config.read_text().replace("seed: 0", "seed: 1"))
-    lr = make_run(runs / "seeds" / "c", lr=0.4)
-    keys = [overview(run)["seeds"] for run in (first, other, lr)]
+def test_runs_that_differ_in_their_seed_alone_belong_together(tmp_path: Path) -> None:
+    keys = []
+    for number, overrides in enumerate((("seed=0",), ("seed=1",), ("seed=1", "optimizer.lr=0.4"))):
+        run = tmp_path / str(number)
+        run.mkdir()
+        settings = compose_overrides("fit", ["env=bandit", f"paths.run_dir={run}", *overrides])
+        (run / "config.yaml").write_text(OmegaConf.to_yaml(settings, resolve=True))
+        keys.append(overview(run)["seeds"])
     assert keys[0] == keys[1] != keys[2]
-    shutil.rmtree(runs / "seeds")
 
 
 def test_a_run_that_was_resumed_has_the_settings_of_its_last_start(runs: Path) -> None:
