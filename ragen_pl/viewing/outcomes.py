@@ -42,14 +42,15 @@ def kind_of(record: Mapping[str, Any]) -> str:
     turns = instances(turns, dict) if isinstance(turns, list) else []
     last = turns[-1] if turns else {}
     seen = Counter(str((turn.get("observation"), turn.get("images"))) for turn in turns)
-    idle = sum(bool(turn.get("valid")) and not turn.get("effective") for turn in turns)
+    valid = [turn for turn in turns if turn.get("valid")]
+    idle = sum(not turn.get("effective") for turn in valid)
     found = (
         record.get("status") == "failed",
         record.get("status") == "truncated",
         bool(last.get("hit_length_limit")),
         bool(turns) and not last.get("valid"),
         max(seen.values(), default=0) > 2,
-        2 * idle > len(turns),
+        2 * idle > len(valid),
         True,
     )
     return KINDS[found.index(True)]

@@ -345,6 +345,11 @@ TURN = {"valid": True, "effective": True, "observation": "ice", "images": []}
         ({}, [{}, {"valid": False}], "invalid action"),
         ({}, [{}, {"observation": "b"}, {}, {}], "repeated state"),
         ({}, [{"observation": str(n), "effective": n == 0} for n in range(3)], "no effect"),
+        (
+            {},
+            [{"valid": False, "observation": str(n)} for n in range(3)] + [{"effective": False}],
+            "no effect",
+        ),
         ({}, [{}], "ended without success"),
         ({"turns": "x"}, [], "ended without success"),
     ],
