@@ -107,12 +107,16 @@ class RecordReader:
     Args:
         folder: The run's folder.
         only: Tells which metrics are taken; default all.
+
+    Attributes:
+        drops: How often points were dropped that had been read.
     """
 
     def __init__(self, folder: Path, *, only: Callable[[str], bool] = lambda name: True) -> None:
         self._folder, self._only = folder, only
         self._read_from: tuple[Path, int] | None = None
         self._end, self._points = 0, list[Point]()
+        self.drops = 0
         self._lock = threading.Lock()
 
     @property
@@ -133,10 +137,12 @@ class RecordReader:
         state = (file, found.st_ino) if found else None
         # rows of an earlier version change
         if state != self._read_from or file.name != FILE or (found and found.st_size < self._end):
+            self.drops += file.name == FILE and bool(self._points)
             self._read_from, self._end, self._points = state, 0, []
         for _, end, entry in entries(file, start=self._end):
             self._end = end
             if isinstance(entry, int):
+                self.drops += entry < len(self._points)
                 del self._points[entry:]
             else:
                 taken = {name: entry.metrics[name] for name in entry.metrics if self._only(name)}

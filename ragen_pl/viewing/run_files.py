@@ -149,6 +149,11 @@ def read_rows(folder: Path) -> list[Row]:
     return [row | _intervals(row) for row in reader.rows()]
 
 
+def drops(folder: Path) -> int:
+    """Return how often rows of a run were dropped that `read_rows` has returned, as by a resume."""
+    return _reader_of(folder).drops
+
+
 @lru_cache(maxsize=64)
 def _reader_of(folder: Path) -> RecordReader:
     """Return the reader of a run's record, which reads each line once."""

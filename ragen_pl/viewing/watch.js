@@ -35,12 +35,12 @@ async function ask(path, values = []) {
 }
 
 async function update(name) {
-  const known = curves.get(name) || { rows: [], text: "" };
-  const news = await ask("/run", [["run", name], ["known", known.rows.length]]);
+  const known = curves.get(name) || { rows: [], drops: 0, text: "" };
+  const news = await ask("/run", [["run", name], ["known", known.rows.length], ["drops", known.drops]]);
   const text = JSON.stringify(news);
   if (text === known.text && curves.has(name)) return false;
   const rows = [...known.rows.slice(0, news.start), ...news.rows];
-  curves.set(name, { rows, marks: news.marks, recorded: news.recorded, references: news.references, text });
+  curves.set(name, { rows, drops: news.drops, marks: news.marks, recorded: news.recorded, references: news.references, text });
   return true;
 }
 

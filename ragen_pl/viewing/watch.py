@@ -19,6 +19,7 @@ from ragen_pl.metrics.shown import CHARTS, FAMILIES, REWARD_PART
 from ragen_pl.viewing.page import filled, json_for_script, script_of, text_of
 from ragen_pl.viewing.run_files import (
     differences,
+    drops,
     episodes_page,
     find_runs,
     outcome_counts,
@@ -103,18 +104,20 @@ class RunWatch:
     async def run(self, request: web.Request) -> web.Response:
         """Return a run's marks, recorded episodes, and its rows from the last one that is known on.
 
-        The last row is sent again, since it may have been completed. A run that was continued from an earlier
-        checkpoint has fewer rows, and all of them are sent.
+        The last row is sent again, since it may have been completed. Of a run that was continued from an earlier
+        checkpoint all rows are sent: it has fewer, or others again.
         """
         folder = await self._folder(request)
-        known = _number(request, "known")
+        known, seen = _number(request, "known"), _number(request, "drops")
 
         def read() -> dict[str, Any]:
-            rows = read_rows(folder)
-            start = known - 1 if 0 < known <= len(rows) else 0
+            before, rows = drops(folder), read_rows(folder)
+            goes_on = seen == before == drops(folder) and 0 < known <= len(rows)
+            start = known - 1 if goes_on else 0
             marks = read_marks(folder, rows)
             return {
                 "start": start,
+                "drops": before,
                 "rows": rows[start:],
                 "marks": marks,
                 "references": read_references(folder),

@@ -38,14 +38,14 @@ def row(iteration: int, **changes: object) -> dict[str, object]:
     } | changes  # fmt: skip
 
 
-def write_rows(run: Path, rows: list[dict[str, object]]) -> None:
-    """Append rows to a run's record, in the place of those before."""
+def write_rows(run: Path, rows: list[dict[str, object]], *, keep: int = 0) -> None:
+    """Append rows to a run's record, in the place of those before but for the first ones."""
     points = [
         {"step": one["iteration"], "phase": "training", "time": 1.0, "metrics": one} if one else one
         for one in rows
     ]
     with (run / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in [{"keep": 0}, *points])
+        file.writelines(json.dumps(line) + "\n" for line in [{"keep": keep}, *points])
 
 
 def make_run(run: Path, *, lr: float, earlier: bool = False) -> Path:
@@ -188,12 +188,17 @@ def test_rows_come_from_the_last_known_one_on(server: Client, runs: Path) -> Non
     assert news["start"] == 0 and [one["iteration"] for one in news["rows"]] == [1, 2, 3, 4]
     assert news["rows"][0]["rollout/return_low"] == pytest.approx(1 - 1.96 * 0.5 / 10, abs=1e-3)
     # the last row has been completed, and another one has been added
-    write_rows(run, [row(n, **{"val/success": 1.0}) for n in range(1, 6)])
-    news = server.json("/run", run="maze/grows", known="4")
+    write_rows(run, [row(4, **{"val/success": 1.0}), row(5)], keep=4)
+    news = server.json("/run", run="maze/grows", known="4", drops=str(news["drops"]))
     assert news["start"] == 3 and [one["iteration"] for one in news["rows"]] == [4, 5]
-    # continued from an earlier checkpoint
+    assert news["rows"][0]["val/success"] == 1.0
+    # continued from an earlier checkpoint, and further than it was
+    write_rows(run, [row(n, **{"val/success": 0.5}) for n in range(3, 9)], keep=2)
+    for start in (0, 0, 7):
+        news = server.json("/run", run="maze/grows", known="8", drops=str(news["drops"]))
+        assert news["start"] == start and len(news["rows"]) == 8 - start
     write_rows(run, [row(1), row(2)])
-    news = server.json("/run", run="maze/grows", known="5")
+    news = server.json("/run", run="maze/grows", known="8", drops=str(news["drops"]))
     assert news["start"] == 0 and len(news["rows"]) == 2
     rows = [
         row(1, **{"rollout/return": float("nan"), "rollout/success": 7, "seen": NASTY}),
@@ -245,7 +250,7 @@ def test_links_out_of_a_run_are_not_followed(server: Client, runs: Path, tmp_pat
     os.mkfifo(run / "collapse.jsonl")  # reading it would wait for a writer
     news = server.json("/run", run="maze/links")
     assert news == {
-        "start": 0, "rows": [], "marks": [], "references": {},
+        "start": 0, "drops": 0, "rows": [], "marks": [], "references": {},
         "recorded": ["trajectories/iteration_0003"],
     }  # fmt: skip
     records = run / "trajectories" / "iteration_0003" / "trajectories.jsonl"
