@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import CountOrZero
-from ragen_pl.config.environments import environment_configs, is_mixture
+from ragen_pl.config.environments import environment_configs
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.config.nodes import plain
@@ -36,7 +36,7 @@ from ragen_pl.config.settings import keys_of
 from ragen_pl.config.trust import check_folder, check_settings, replaced_by
 from ragen_pl.evaluation.validation_sets import environment_key
 from ragen_pl.rollout.settings import EpisodeSettings
-from ragen_pl.tracking.checkpoints import Checkpoint, find_checkpoint
+from ragen_pl.tracking.checkpoints import NEWEST, Checkpoint, find_checkpoint
 
 # Options that are resolved here; Hydra does not see them, apart from `ckpt`.
 _ENGINE, _BASELINES = "rollout/engine", "validation/baselines"
@@ -128,32 +128,34 @@ def resolve_settings(args: argparse.Namespace) -> list[str]:
 def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Namespace) -> DictConfig:
     env, model, ckpt = (_value(overrides, name) for name in ("env", "model", "ckpt"))
     engine = _value(overrides, _ENGINE)
+    run_dir = _value(overrides, "paths.run_dir")
+    composed = _composed([], args=args)
+    root = _value(overrides, "paths.root") or composed.paths.root
+    trained: Settings = {}
+    if ckpt:
+        # an environment of a mixture need not have a file of its name
+        name = None
+        if env and not run_dir and ckpt in NEWEST:
+            name = _value(overrides, "env.name") or _composed([f"env={env}"], args=args).env.name
+        checkpoint = find_checkpoint(ckpt, root=root, name=name, run_dir=run_dir)
+        trained = checkpoint.settings()
+        if "environments" in trained.get("env", {}):
+            trained, env = _of_mixture(trained, env, ckpt=ckpt)
+    has_run = bool(trained)
     chosen = [f"env={env}"] if env else []
-    composed = _composed(chosen, args=args)
+    composed = _composed(chosen, args=args) if chosen else composed
     shipped = plain(composed)
     references = references_in(composed, "env", "context", "rollout")
     settings = _default_settings(shipped)
     settings["source"]["untrained"] = model is not None
-    root = _value(overrides, "paths.root") or shipped["paths"]["root"]
-    run_dir = _value(overrides, "paths.run_dir")
     settings["paths"] = {"root": root, "run_dir": run_dir}
-    has_run = False
     if ckpt:
-        name = (_value(overrides, "env.name") or shipped["env"]["name"]) if env else None
-        checkpoint = find_checkpoint(ckpt, root=root, name=name, run_dir=run_dir)
-        trained = checkpoint.settings()
-        has_run = bool(trained)
         if not has_run and not checkpoint.is_folder and not (model and env):
             raise ConfigError(
                 f"ckpt={checkpoint.path}: no run's config.yaml next to it; set paths.run_dir=… of the run, or "
                 "env=… and model=…"
             )
-        mixed = is_mixture(OmegaConf.create(trained.get("env", {})))
-        if mixed:
-            trained = _of_mixture(trained, env, ckpt=ckpt)
-        from_run = mixed and trained["env"]["name"] == env
-        keep_env = env is not None and not from_run
-        _apply_checkpoint(settings, checkpoint, trained, keep_env=keep_env)
+        _apply_checkpoint(settings, checkpoint, trained, keep_env=env is not None)
     if model:
         with_model = _composed([*chosen, f"model={model}"], args=args)
         settings["model"] = plain(with_model)["model"]
@@ -164,7 +166,7 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
         if not is_own_folder(checkpoint.settings_file):
             check_folder(checkpoint.folder, key=f"ckpt={ckpt}", is_model=checkpoint.is_folder)
         if has_run and not is_own(checkpoint.settings_file):
-            _check_foreign(settings, overrides, checkpoint, chosen_env=keep_env)
+            _check_foreign(settings, overrides, checkpoint, chosen_env=env is not None)
     if has_run and not env:
         references |= references_of_environment(
             settings["env"].get("target"), _folders(overrides, args=args)
@@ -192,8 +194,10 @@ def _baselines(overrides: list[str], *, args: argparse.Namespace) -> Settings:
     return plain(_composed(overrides, args=args))["validation"]["baselines"] or {}
 
 
-def _of_mixture(trained: Settings, env: str | None, *, ckpt: str) -> Settings:
-    """Return the settings of a run on a mixture as those of a run on one of its environments, if `env` names one.
+def _of_mixture(trained: Settings, env: str | None, *, ckpt: str) -> tuple[Settings, str | None]:
+    """Return the settings of a run on a mixture as those of a run on the environment that `env` names, and no `env`.
+
+    With an `env` that is none of the mixture's, both are returned as they are.
 
     Raises:
         ConfigError: No environment is chosen.
@@ -205,9 +209,9 @@ def _of_mixture(trained: Settings, env: str | None, *, ckpt: str) -> Settings:
             f"ckpt={ckpt}: was trained on a mixture of {', '.join(names)}; choose one, such as env={names[0]}"
         )
     if env not in names:
-        return trained
+        return trained, env
     # what refers to other values is checked later
-    return plain(environment_configs(cfg)[env], resolve=False)
+    return plain(environment_configs(cfg)[env], resolve=False), None
 
 
 def _check_foreign(

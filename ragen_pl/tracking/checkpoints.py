@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 EXPORTED = "ragen_pl.yaml"
 """Settings and origin of the weights, next to them in a folder that `ragen_pl.export` wrote."""
+NEWEST = ("best", "last")
+"""Values of `ckpt` that name a checkpoint of the newest run."""
 
 # characters of a text that is shown
 _LENGTH = 200
@@ -98,7 +100,7 @@ def find_checkpoint(
     Raises:
         ConfigError: There is no such checkpoint.
     """
-    if ckpt in ("best", "last"):
+    if ckpt in NEWEST:
         run = _folder(run_dir) if run_dir else newest_run(root, name=name, which=ckpt)
         return Checkpoint(_in_run(run, which=ckpt), run)
     path = Path(ckpt).expanduser()
