@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from PIL import Image
 
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, CountOrZero
+from ragen_pl.base.distributed import gather_over_ranks
 from ragen_pl.base.files import atomic_write, disk_errors_of
 from ragen_pl.base.instances import instances
 from ragen_pl.base.records import Origin, TokenCredit, sample_groups, write_episodes
@@ -86,9 +87,12 @@ class LogTrajectories(RolloutCallback):
         pl_module: pl.LightningModule,
         trajectories: Sequence[Trajectory],
     ) -> None:
-        """Write some of the trajectories, on rank 0."""
+        """Write some of the trajectories of rank 0. All ranks call it: a page states how those of all have ended."""
         iteration = trainer.current_epoch
-        if not trainer.is_global_zero or iteration % self.every_n_iterations:
+        if iteration % self.every_n_iterations:
+            return
+        played = _of_all_ranks(map(_ended, trajectories))
+        if not trainer.is_global_zero:
             return
         name = f"{_FOLDER}/{_NAME}{iteration:04d}"
         folder = run_folder(trainer) / name
@@ -105,7 +109,7 @@ class LogTrajectories(RolloutCallback):
         )
         write_strips([trajectories[index] for index in kept], folder)
         title = f"{run_title(trainer)}/iteration {iteration}"
-        _write_pages(records, folder, title=title, played=[_ended(one) for one in trajectories])
+        _write_pages(records, folder, title=title, played=played)
         log_files(trainer, folder, place=name)
         for logger in instances(trainer.loggers, KeepsTraces) if self.traces else ():
             logger.log_traces(folder, count=self.traces)
@@ -128,7 +132,7 @@ class LogTrajectories(RolloutCallback):
         """Keep some episodes of the first validation set, in a mixture of each; those without success first."""
         first = dataloader_idx == 0
         mixed = isinstance(batch, ValidationChunk) and batch.validation_set.environment
-        if not (first or mixed) or not isinstance(outputs, Mapping) or not trainer.is_global_zero:
+        if not (first or mixed) or not isinstance(outputs, Mapping):
             return
         kept, played = self._validation[dataloader_idx], outputs.get("trajectories", ())
         self._validated += map(_ended, played)
@@ -137,10 +141,13 @@ class LogTrajectories(RolloutCallback):
         del kept[self.count :]
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the kept episodes, on rank 0."""
+        """Write the kept episodes of rank 0. All ranks call it, as `on_rollout_end`."""
         played = [one for kept in self._validation.values() for one in kept]
         self._validation.clear()
-        if not played or trainer.sanity_checking:
+        if trainer.sanity_checking:
+            return
+        validated = _of_all_ranks(self._validated)
+        if not played or not trainer.is_global_zero:
             return
         iteration = trainer.fit_loop.epoch_progress.current.ready
         name = f"{_FOLDER}/{_VALIDATION}{iteration:04d}"
@@ -150,7 +157,7 @@ class LogTrajectories(RolloutCallback):
         origin = Origin(iteration=iteration, validation_set=HELD_OUT)
         records = write_episodes(played, folder, reader=reader, origin=origin)
         title = f"{run_title(trainer)}/validation after {iteration} iterations"
-        _write_pages(records, folder, title=title, played=self._validated)
+        _write_pages(records, folder, title=title, played=validated)
         self._remove_others(trainer, folder.parent, _VALIDATION)
 
     def _remove_others(self, trainer: pl.Trainer, folder: Path, prefix: str) -> None:
@@ -189,6 +196,10 @@ def _sampled(trajectories: Sequence[Trajectory], *, count: int) -> list[int]:
         for own in indices.values()
         for place in sample_groups([trajectories[index].group for index in own], count=count)
     ]
+
+
+def _of_all_ranks(ended: Iterable[_Ended]) -> list[_Ended]:
+    return [one for part in gather_over_ranks([*ended]) for one in part]
 
 
 def _ended(trajectory: Trajectory) -> _Ended:

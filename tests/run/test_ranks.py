@@ -24,6 +24,7 @@ def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
             "validation.baselines=null",
             "trainer.max_epochs=2",
             "algorithm.loss.kl.clip_norm=0.5",
+            "callbacks.trajectories={_target_: ragen_pl.callbacks.trajectories.LogTrajectories}",
             "+callbacks.record._target_=support.runs.killing.Record",
             f"+callbacks.record.folder={run.folder.parent}",
             *overrides,
@@ -47,6 +48,13 @@ def test_two_ranks_play_the_trajectories_of_one_and_agree_on_weights(job):
     validated = [validation_files(one.folder, "held_out") for one in (single_run, run)]
     alone, both = (read_validation(files[0]) for files in validated)
     assert len(alone["episodes"]) == 16 and alone["episodes"] == both["episodes"]
+    # pages show episodes of one rank, and count those of all
+    for name, number in (("iteration_0000", 8), ("validation_0000", 16)):
+        counts = [
+            json.loads((one.folder / "trajectories" / name / "played.json").read_text())
+            for one in (single_run, run)
+        ]
+        assert counts[0] == counts[1] and counts[0]["episodes"] == number
     tokens = sum(len(turn) for turns in together.values() for turn in turns)
     assert read_validation(validated[1][2])["cost"]["response_tokens"] == tokens
     for file in run.folder.rglob("*"):
