@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.echo import following_text
 from ragen_pl.data.batch import Episodes, Samples, TrajectoryBatch
 from ragen_pl.models.images import content_key
 from ragen_pl.models.truncation import KeptIds
@@ -399,6 +398,8 @@ def label_text(samples: Samples, drafts: Sequence[_Draft], *, allowed: Tensor) -
         own = role[row] > 0
         number[row, own] = row * len(place) + place[own]
     role[samples.turn >= 0] = int(Role.SAMPLED)
+    from ragen_pl.algorithms.echo import following_text
+
     follows = following_text(role, number, samples.episode) & allowed
     samples.text = torch.where(follows, role, 0).to(torch.int8)
 

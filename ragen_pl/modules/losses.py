@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.aggregation import Aggregation, aggregate
-from ragen_pl.algorithms.echo import role_weights, text_loss
 from ragen_pl.algorithms.kl import DivergenceWeights, KLEstimator
 from ragen_pl.algorithms.masks import all_but_action
 from ragen_pl.algorithms.mismatch import Correction
@@ -521,6 +520,8 @@ class UpdateLoss:
         """Return the weighted cross-entropy of the environment's text."""
         if self.echo is None or scores.text_logprobs is None:
             return scores.logprobs.new_zeros(())
+        from ragen_pl.algorithms.echo import role_weights, text_loss
+
         text = batch.samples.text
         weight = role_weights(text, (text > 0) & batch.non_padding, self.echo.weights)
         return text_loss(scores.text_logprobs, weight, tokens=batch.text_tokens)

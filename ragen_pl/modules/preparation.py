@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ragen_pl.algorithms.credit import Estimator
-from ragen_pl.algorithms.echo import role_weights
 from ragen_pl.algorithms.mismatch import Correction
 from ragen_pl.algorithms.normalization import RewardNormalizer
 from ragen_pl.base.distributed import rank, sum_over_ranks
@@ -144,6 +143,8 @@ def prepare_batch(
     if penalty is not None:
         require_finite(penalty, "algorithm.loss.kl: the penalties on the reward", remedy=_REMEDY)
     if scores is not None and scores.text_logprobs is not None and loss.echo is not None:
+        from ragen_pl.algorithms.echo import role_weights
+
         # all text was measured; from here on it is what the loss has a weight for
         of_text = _nll_by_role(samples, scores.text_logprobs)
         samples.text = torch.where(

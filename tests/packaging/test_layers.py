@@ -212,6 +212,7 @@ NOT_LOADED = (
     "ragen_pl.agent_programs",
     "ragen_pl.algorithms.advantages.gigpo",
     "ragen_pl.algorithms.advantages.teacher_ratio",
+    "ragen_pl.algorithms.echo",
     "ragen_pl.chat_formats.tool_calls.parsing",
     "ragen_pl.checkpoints.known_pickle",
     "ragen_pl.checkpoints.pickle_outline",
@@ -271,7 +272,7 @@ def test_the_main_job_loads_nothing_of_what_it_does_not_use(tmp_path):
     assert unused == []
     assert all(find_spec(name) for name in NOT_LOADED if name.startswith("ragen_pl."))
     own = {file for name, file in loaded.items() if name.partition(".")[0] == "ragen_pl" and file}
-    # 44,739 lines now
+    # 44,735 lines now
     assert sum(len(Path(file).read_text().splitlines()) for file in own) < 44_800
 
 
