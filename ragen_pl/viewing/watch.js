@@ -3,8 +3,9 @@ const PERIOD_MS = 2000;
 const COLORS = ["#2f7fd6", "#e07b1f", "#3a9a63", "#b0549f", "#c2433a", "#7a6fd0", "#8a8f2a", "#2aa0a8"];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 const SMOOTHING = { none: 1, "5 points": 5, "20 points": 20 };
-// Half of a 95% interval of a mean in standard errors, by the number of values less one (Student's t); 1.96 beyond.
+// Half of a 95% interval of a mean in standard errors, by the number of values less one (Student's t).
 const STUDENT = [NaN, 12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23];
+const student = (degrees) => STUDENT[degrees] || 1.96 + 2.37 / degrees + 2.82 / degrees ** 2;
 const ADVICE = [
   ["rollout/valid_actions", (value) => value < 0.5, "fewer than half of the responses have a valid action: lengthen the warm start (warm_start.steps), or show the rules (context.system_prompt)"],
   ["rollout/overlong_responses", (value) => value > 0.25, "a quarter of the responses reach their length limit: raise rollout.max_response_tokens"],
@@ -219,7 +220,7 @@ function meanOf(lines) {
     const values = [first, ...others].map((points) => points.get(iteration));
     const mean = (key) => values.reduce((sum, value) => sum + value[key], 0) / values.length;
     const y = mean("y"), variance = values.reduce((sum, value) => sum + (value.y - y) ** 2, 0) / (values.length - 1);
-    const half = (STUDENT[values.length - 1] || 1.96) * Math.sqrt(variance / values.length);
+    const half = student(values.length - 1) * Math.sqrt(variance / values.length);
     return { x: mean("x"), iteration, y, low: y - half, high: y + half };
   });
 }
