@@ -17,7 +17,7 @@ from support.runs.composing import composed
 
 import envs  # noqa: F401 - registers the environments
 import visual_envs  # noqa: F401
-from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy
+from envs.policies import NoisyPolicy, OptimalPolicy
 from ragen_pl.base.records import Origin, write_episodes
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.batch import Episodes, Samples
@@ -151,21 +151,6 @@ def test_images_of_a_line_are_taken_in_turn(vlm, tmp_path):
         file.write_text(json.dumps(line | changed))
         with pytest.raises(ValueError, match=message):
             learned(proxy, file, values=False)
-
-
-def test_games_of_several_seats_are_refused(lm, tmp_path):
-    proxy = proxy_of(lm, environment={"target": "envs.tic_tac_toe.TicTacToe"}, max_turns=9)
-    played = play(proxy, tmp_path, groups=1, members=1, policy=RandomPolicy())
-    assert [one.seat for one in played] == [0, 1]
-    with pytest.raises(ValueError, match="line 1: is an episode of one of several seats"):
-        learned(proxy, tmp_path, values=False)
-    alone = proxy_of(
-        lm,
-        environment={"target": "envs.tic_tac_toe.TicTacToe", "kwargs": {"opponent": "random"}},
-        max_turns=9,
-    )
-    play(alone, tmp_path / "alone", groups=2, members=1, policy=RandomPolicy())
-    assert len(learned(alone, tmp_path / "alone", values=False).batch.episodes.weight) == 2
 
 
 # ---- weights

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from support.runs.module_process import run_module
 
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
@@ -204,14 +205,18 @@ def test_a_person_has_a_seat_against_a_model(lm: ModelBundle, tmp_path: Path) ->
     stopped = command(*game, "seat=0", free, folder=tmp_path, answers="q\n")
     assert stopped.returncode == 0 and "in 0 turns (truncated)" in stopped.stdout
     # without a legal first move the model loses, which is no result of the person
-    ended = command(*game, "seat=1", free, "env.invalid_ends=true", folder=tmp_path, answers="")
-    assert ended.stdout.index("this is the agent's result") < ended.stdout.index("return -1.05")
-    refused = command(*game, "seat=2", free, folder=tmp_path)
-    assert refused.returncode == 2 and "seat=2: the environment has seats=2" in refused.stderr
-    refused = command(*game, "seat=0", folder=tmp_path)
-    assert refused.returncode == 2 and "seat=0: the environment has seats=1" in refused.stderr
-    refused = command("ragen_pl.play", "policy=random", "seat=0", folder=tmp_path)
-    assert refused.returncode == 2 and "set policy=human and ckpt=" in refused.stderr
+    name, *given = game
+    code, ended = run_module(
+        name, [*given, "seat=1", free, "env.invalid_ends=true"], folder=tmp_path, timeout=600
+    )
+    assert code == 0 and ended.index("this is the agent's result") < ended.index("return -1.05")
+    for arguments, message in (
+        ([*given, "seat=2", free], "seat=2: the environment has seats=2"),
+        ([*given, "seat=0"], "seat=0: the environment has seats=1"),
+        (["policy=random", "seat=0"], "set policy=human and ckpt="),
+    ):
+        code, output = run_module(name, arguments, folder=tmp_path, timeout=600)
+        assert code == 2 and message in output
 
 
 @pytest.mark.slow

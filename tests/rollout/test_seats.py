@@ -19,12 +19,14 @@ from envs.kuhn_poker import PASS, KuhnPoker
 from envs.policies import OptimalPolicy, RandomPolicy
 from envs.trivial_policies import Constant, NoAnswer
 from ragen_pl.algorithms.advantages.group import LeaveOneOut
+from ragen_pl.base.records import write_episodes
 from ragen_pl.data.ahead import RolloutAhead
 from ragen_pl.data.batch import CreditLayout
 from ragen_pl.data.collate import collate
 from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.failures import seats_without_turn, usable_episodes
-from ragen_pl.data.settings import IterationSettings, UpdateSettings
+from ragen_pl.data.recorded_episodes import read_episodes
+from ragen_pl.data.settings import IterationSettings, RecordSettings, UpdateSettings
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.build import build_small_lm
@@ -86,6 +88,15 @@ def test_the_seats_of_a_game_have_its_initial_state():
     keys = {one.seed: one.initial_state_key for one in played}
     assert all(one.initial_state_key == keys[one.seed] for one in played)
     assert all(one.turns[0].state_key == keys[one.seed] for one in played if one.seat == 0)
+
+
+def test_records_of_one_of_several_seats_are_not_learned_from(tmp_path):
+    settings = RecordSettings(path=str(tmp_path))
+    write_episodes(play(TIC_TAC_TOE, RandomPolicy()), tmp_path)
+    with pytest.raises(ValueError, match="line 1: is an episode of one of several seats"):
+        read_episodes(settings)
+    write_episodes(play(TIC_TAC_TOE, RandomPolicy(), kwargs={"opponent": "random"}), tmp_path)
+    assert len(read_episodes(settings)) == len(SPECS)
 
 
 def test_a_seat_sees_its_own_observations_only():
