@@ -58,7 +58,7 @@ WITHOUT = {
 
 
 def smaller(command: str, *, whole: bool = False) -> str:
-    """Return a command with settings added that it does not set itself.
+    """Return a command with settings added that it does not set itself, and with fewer episodes than thousands.
 
     Args:
         command: of a page.
@@ -68,6 +68,8 @@ def smaller(command: str, *, whole: bool = False) -> str:
     if match is None or re.search(r"--(help|cfg|json)\b", command):
         return command
     name = match[1] or match[2] or match[3]
+    # of measurements
+    command = re.sub(r"(?<=validation\.episodes=)\d{4,}", "64", command)
     sizes = SMALL.get(name, {}) | ({} if whole else WITHOUT.get(name, {}))
     added = [f"{name}={value}" for name, value in sizes.items() if f"{name}=" not in command]
     head, *comment = command.split("  #", 1)
