@@ -116,8 +116,8 @@ def environment_configs(cfg: DictConfig) -> dict[str, DictConfig]:
     return {name: _alone(cfg, name, own) for name, own in environment_nodes(cfg.env).items()}
 
 
-def without_others(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of an environment of a mixture belongs to the node `env` of a run with this environment alone."""
+def env_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an environment of a mixture that the node `env` of a run with it alone has."""
     others = ("file", "share", "max_response_tokens", "curriculum", "rewards", *_OWN)
     return {key: value for key, value in given.items() if key not in others}
 
@@ -126,7 +126,7 @@ def _alone(cfg: DictConfig, name: str, own: DictConfig) -> DictConfig:
     # interpolations stay, and are those of the environment's own nodes
     alone: Any = OmegaConf.to_container(cfg, resolve=False)
     given: Any = OmegaConf.to_container(own, resolve=False)
-    alone["env"] = {"name": name, **without_others(given)}
+    alone["env"] = {"name": name, **env_settings(given)}
     alone["curriculum"] = given["curriculum"]
     alone["rollout"]["max_response_tokens"] = given["max_response_tokens"]
     alone["algorithm"]["rewards"] = given["rewards"]

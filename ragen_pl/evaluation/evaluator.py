@@ -322,7 +322,6 @@ def evaluate(cfg: DictConfig) -> Evaluation:
                 evaluator.write(played)
             write_report(evaluation.about, evaluation.validation_sets, folder=folder)
     print_tables(evaluation.about, evaluation.validation_sets)
-    write_report(evaluation.about, evaluation.validation_sets, folder=folder)
     run = tracked_run(cfg)
     location = log_evaluation(
         evaluation.validation_sets,

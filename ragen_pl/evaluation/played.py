@@ -18,7 +18,7 @@ from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean
 from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, settings_text
 from ragen_pl.base.settings_files import FIRST, newest_settings
-from ragen_pl.config.environments import without_others
+from ragen_pl.config.environments import env_settings
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.nodes import leaves
 from ragen_pl.evaluation.report import JSON, POLICY
@@ -132,7 +132,7 @@ def _of_run(place: str, folder: Path, question: Question, *, named: str) -> Play
     mixed = "environments" in env
     if mixed:
         own = group_of(env, "environments", question.set, file=file)
-        env, validation = without_others(own), group_of(own, "validation", file=file)
+        env, validation = env_settings(own), group_of(own, "validation", file=file)
     held_out = validation.get("held_out") is True or env.get("held_out_fraction") is not None
     seed = settings.get("seed")
     return Played(

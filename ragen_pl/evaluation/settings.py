@@ -129,21 +129,23 @@ def _trained_settings(overrides: Mapping[str, Override], *, args: argparse.Names
     env, model, ckpt = (_value(overrides, name) for name in ("env", "model", "ckpt"))
     engine = _value(overrides, _ENGINE)
     run_dir = _value(overrides, "paths.run_dir")
-    composed = _composed([], args=args)
+    chosen = [f"env={env}"] if env else []
+    # an environment of a mixture need not have a file of its name, unless the newest run is looked for by it
+    by_name = not ckpt or (ckpt in NEWEST and not run_dir)
+    first = chosen if by_name else []
+    composed = _composed(first, args=args)
     root = _value(overrides, "paths.root") or composed.paths.root
     trained: Settings = {}
     if ckpt:
-        # an environment of a mixture need not have a file of its name
-        name = None
-        if env and not run_dir and ckpt in NEWEST:
-            name = _value(overrides, "env.name") or _composed([f"env={env}"], args=args).env.name
+        name = (_value(overrides, "env.name") or composed.env.name) if env and by_name else None
         checkpoint = find_checkpoint(ckpt, root=root, name=name, run_dir=run_dir)
         trained = checkpoint.settings()
         if "environments" in trained.get("env", {}):
             trained, env = _of_mixture(trained, env, ckpt=ckpt)
     has_run = bool(trained)
     chosen = [f"env={env}"] if env else []
-    composed = _composed(chosen, args=args) if chosen else composed
+    if chosen != first:
+        composed = _composed(chosen, args=args)
     shipped = plain(composed)
     references = references_in(composed, "env", "context", "rollout")
     settings = _default_settings(shipped)

@@ -51,7 +51,7 @@ _INTERRUPT = signal.SIGURG
 _ANSWER_S, _END_S = 5.0, 15.0
 # attempts after which a launched rank takes the first one for dead
 _REFUSALS = 10
-# characters of an error that other ranks are told of
+# characters of an error that is sent to other ranks
 _LONGEST = 4000
 
 
@@ -232,7 +232,7 @@ class RankWatch:
             self._wait_for(self._leave(), limit=_ANSWER_S)
 
     def close(self) -> None:
-        """End the connection. After a failure the first rank waits for the others, which are told of it here."""
+        """End the connection. After a failure the first rank waits for the others, which are notified of it here."""
         if self._loop.is_closed():
             return
         # its end by force would hit what this process does later

@@ -91,7 +91,7 @@ def ranks_end_together(*, devices: int = 1, nodes: int = 1) -> Iterator[None]:
 
 
 def early_end_reported(main: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a command so that other ranks are told of one that ends before its run began, for a wrong setting."""
+    """Wrap a command so that other ranks are notified of one that ends before its run began, for a wrong setting."""
 
     @functools.wraps(main)
     def wrapped() -> None:

@@ -12,7 +12,7 @@ from ragen_pl.base.distributed import tell_error
 from ragen_pl.base.machine import print_stacks
 from ragen_pl.engines.errors import RolloutError
 
-# seconds for a run to end by itself; other ranks are told of the error meanwhile
+# seconds for a run to end by itself; other ranks are notified of the error meanwhile
 _END_S = 20.0
 
 
@@ -34,7 +34,7 @@ class StallWatch:
             0 s     __enter__               WATCHING  a thread waits
             40 s    check(turn_ended=True)  WATCHING  until 940 s
             700 s   check()                 WATCHING  no turn has ended, still until 940 s
-            940 s                           STALLED   the thread prints all stacks; other ranks are told of the error
+            940 s                           STALLED   the thread prints all stacks and notifies the other ranks
             950 s   check()                 raises the error
             960 s                           without that call the process would be ended
     """

@@ -170,7 +170,7 @@ def build_trainer(
             "accelerator": accelerator,
             "strategy": strategy,
             "plugins": [CheckpointFiles(), ranks.cluster_environment()],
-            # they are told of an error, and of a change of phase, first
+            # they are notified of an error, and of a change of phase, first
             "callbacks": [
                 _ReportError(),
                 RunClock(),
