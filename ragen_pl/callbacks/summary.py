@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ragen_pl.base.phases import wide_console
 from ragen_pl.callbacks.access import mlflow_loggers, record_logger, run_folder
-from ragen_pl.metrics.proportions import wilson
+from ragen_pl.metrics.proportions import success_interval
 from ragen_pl.metrics.record import RecordReader
 from ragen_pl.metrics.shown import VALIDATED, environments_in
 
@@ -117,7 +117,7 @@ def _cell(metrics: Mapping[str, float], name: str, digits: int) -> str:
         return "-"
     text = f"{metrics[name]:.{digits}f}"
     if name == "success" and metrics.get("episodes"):
-        text += f" ± {wilson(metrics[name], count=metrics['episodes']).half_width:.3f}"
+        text += f" ± {success_interval(metrics).half_width:.3f}"
     return text
 
 

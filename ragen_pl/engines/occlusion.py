@@ -1,23 +1,18 @@
-"""Leaving patches and old turns that matter little out of a context before a response is sampled.
+"""Occlusion scores of a prompt's parts (Zeiler and Fergus, 2014), by which `LeaveOut` chooses what is left out.
 
 The policy first gives its greedy response to the whole prompt. The score of a patch or turn is the change of the
-response's probabilities without it (occlusion; Zeiler and Fergus, 2014). This involves no randomness. Those with the
-lowest scores are left out. The response is sampled from what remains and trained on with the same prompt.
+response's probabilities without it. This involves no randomness.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_pl.base.checked import checked
-from ragen_pl.base.constraints import FractionBelowOne
 from ragen_pl.engines.generation_check import GenerationCheck
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, RolloutEngine, generate
 from ragen_pl.models.image_features import ImageFeatures
@@ -28,54 +23,6 @@ if TYPE_CHECKING:
 
 # sequences in one decoder call
 _ROWS = 128
-
-
-@checked
-@dataclass(frozen=True, kw_only=True)
-class LeaveOut:
-    """Fractions of the context that are left out.
-
-    Attributes:
-        patches: Fraction of each new image's patches. They stay out for the rest of the episode.
-        turns: Fraction of the old turns in the window, chosen anew for every response. The present turn always stays.
-    """
-
-    patches: FractionBelowOne = 0.0
-    turns: FractionBelowOne = 0.0
-
-    def __bool__(self) -> bool:
-        return self.patches > 0 or self.turns > 0
-
-    def drop_patches(
-        self, ids: np.ndarray, scores: np.ndarray, *, slot: int | None, patches: Sequence[int]
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Drop the patches with the lowest scores from a turn's ids; of equal scores the later patch.
-
-        Args:
-            ids: int64 `[turn]`, with all patches.
-            scores: `[turn]`, read at the image slots.
-            slot: Id of an image slot.
-            patches: Number of patches of each image.
-
-        Returns:
-            The remaining ids, and the sorted indices of each image's remaining patches.
-        """
-        places, shown, keep = np.flatnonzero(ids == slot), [], np.ones(len(ids), dtype=bool)
-        for image in np.split(places, np.cumsum(patches)[:-1]) if len(patches) else []:
-            count = len(image) - math.floor(self.patches * len(image) + 1e-9)
-            best = np.sort(np.argsort(-scores[image], kind="stable")[:count])
-            keep[image], keep[image[best]] = False, True
-            shown.append(best)
-        return ids[keep], shown
-
-    def dropped_turns(self, scores: Sequence[float]) -> frozenset[int]:
-        """Return the old turns with the lowest scores; of equal scores the older turn.
-
-        Args:
-            scores: Scores of the old turns in the window, oldest first.
-        """
-        count = math.floor(self.turns * len(scores) + 1e-9)
-        return frozenset(np.argsort(np.asarray(scores), kind="stable")[:count].tolist())
 
 
 def occlusion_scores(

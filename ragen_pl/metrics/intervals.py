@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ragen_pl.metrics.proportions import Proportion, wilson
+from ragen_pl.metrics.proportions import Proportion, clustered_wilson, wilson
 from ragen_pl.metrics.rollout import ENVIRONMENT_METRICS, rollout_metrics
 from ragen_pl.metrics.shown import SIMULATED_USER
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
@@ -25,9 +25,7 @@ _ROLLOUT_METRICS = (
 def clustered(successes: Sequence[Sequence[bool]]) -> Proportion:
     """Return the fraction of successes over samples of several groups, with its 95% interval.
 
-    Samples of a group are correlated. The interval is Wilson's for the number of independent trials that
-    would give the observed variance between the groups' means, at least the number of groups and at most the
-    number of samples.
+    The interval is that of `clustered_wilson` with the observed variance between the groups' means.
 
     Args:
         successes: For each group, whether each of its samples succeeded.
@@ -39,8 +37,7 @@ def clustered(successes: Sequence[Sequence[bool]]) -> Proportion:
         return wilson(rate, count=total if total == count else count)
     center = sum(means) / count
     variance = sum((mean - center) ** 2 for mean in means) / (count - 1) / count
-    trials = rate * (1 - rate) / variance if variance > 0 else count
-    return wilson(rate, count=min(max(trials, count), total))
+    return clustered_wilson(rate, variance=variance, groups=count, samples=total)
 
 
 def pass_at(k: int, *, samples: int, successes: int) -> float:

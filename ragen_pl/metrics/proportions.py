@@ -47,6 +47,37 @@ def wilson(proportion: float, *, count: float) -> Proportion:
     return Proportion(proportion, low, high)
 
 
+def clustered_wilson(
+    proportion: float, *, variance: float, groups: float, samples: float
+) -> Proportion:
+    """Return a proportion over samples of groups, whose samples are correlated, with its 95% interval.
+
+    It is Wilson's for the number of independent trials that would give the variance, at least the number of groups and
+    at most that of samples.
+
+    Args:
+        proportion: Fraction of successes over all samples.
+        variance: Variance of that fraction, estimated between groups.
+        groups: Number of groups.
+        samples: Number of samples of all groups.
+    """
+    trials = proportion * (1 - proportion) / variance if variance > 0 else groups
+    return wilson(proportion, count=min(max(trials, groups), samples))
+
+
+def success_interval(metrics: Mapping[str, float], prefix: str = "") -> Proportion:
+    """Return the success with the interval that was recorded, else with that of independent episodes.
+
+    >>> success_interval({"success": 0.5, "episodes": 400}).low == wilson(0.5, count=400).low
+    True
+    """
+    success = metrics[f"{prefix}success"]
+    low, high = metrics.get(f"{prefix}success_low"), metrics.get(f"{prefix}success_high")
+    if low is not None and high is not None:
+        return Proportion(success, low, high)
+    return wilson(success, count=metrics.get(f"{prefix}episodes") or math.inf)
+
+
 def reports_success(metrics: Mapping[str, float], prefix: str = "") -> bool:
     """Return whether the environment says whether its task is solved.
 

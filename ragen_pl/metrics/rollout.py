@@ -15,6 +15,7 @@ import numpy as np
 from ragen_pl.base.distributed import gather_over_ranks
 from ragen_pl.base.finite import largest
 from ragen_pl.base.prompt_formats import without_plan
+from ragen_pl.metrics.proportions import Z, clustered_wilson
 from ragen_pl.metrics.sums import NamedSums, ratio
 from ragen_pl.trajectory import (
     DIFFERENCES,
@@ -53,6 +54,12 @@ _SUMS = (
     "correct_thoughts",
     "groups",
     "group_std",
+    "games",
+    "game_size_square",
+    "game_successes",
+    "game_successes_square",
+    "game_return",
+    "game_return_square",
     "solved_groups",
     "observations",
     "observation_agreement",
@@ -169,6 +176,7 @@ class RolloutStatistics(NamedSums):
         spreads = [
             np.std(returns, ddof=1) for returns in group_returns.values() if len(returns) > 1
         ]
+        _add_games(sums, trajectories)
         sums["groups"] += len(spreads)
         sums["group_std"] += float(sum(spreads))
         sums["solved_groups"] += sum(len(group_returns[group]) > 1 for group in solved)
@@ -182,6 +190,8 @@ class RolloutStatistics(NamedSums):
         `episodes` is the number of those that have not failed, over which the means are, `failed` the fraction of all
         that have.
         `success_reported` is 0 where no step of any episode said whether the task is solved, and is left out elsewhere.
+        Where a game has several episodes, `success_low` to `success_high` and `return_low` to `return_high` are 95%
+        intervals for independent games.
         `group_success` is the fraction of groups of several episodes with one that was solved: pass@k for groups of k.
         `hinted_fraction` is the fraction of turns whose prompt a teacher reads with a hint.
         `truncated` is the fraction of episodes that a limit from outside cut, such as that of the context.
@@ -225,6 +235,7 @@ class RolloutStatistics(NamedSums):
             "without_user_errors": ("without_user_errors", "user_episodes"),
             "success_without_user_errors": ("successes_without_user_errors", "without_user_errors"),
         }
+        metrics |= _intervals(total)
         metrics |= {
             name: ratio(total[summed], total[count])
             for name, (summed, count) in optional.items()
@@ -286,6 +297,46 @@ def _add_episode(sums: dict[str, float], trajectory: Trajectory) -> None:
     sums["says_no_success"] += trajectory.says_success is False
     sums["return"] += trajectory.reward
     sums["return_square"] += trajectory.reward**2
+
+
+def _add_games(sums: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
+    """Add the sums of a cluster-robust variance, whose clusters are the episodes of a game."""
+    games: dict[tuple[str | None, int], list[Trajectory]] = defaultdict(list)
+    for one in trajectories:
+        if one.status is not EpisodeStatus.FAILED:
+            games[one.environment, one.game].append(one)
+    for episodes in games.values():
+        size = len(episodes)
+        successes = sum(one.success for one in episodes)
+        total_return = math.fsum(one.reward for one in episodes)
+        sums["games"] += 1
+        sums["game_size_square"] += size**2
+        sums["game_successes"] += size * successes
+        sums["game_successes_square"] += successes**2
+        sums["game_return"] += size * total_return
+        sums["game_return_square"] += total_return**2
+
+
+def _intervals(total: Mapping[str, float]) -> dict[str, float]:
+    """Return 95% intervals of success and return by the variance between games; none for games of one episode."""
+    episodes, games = total["episodes"], total["games"]
+    if not 1 < games < episodes:
+        return {}
+
+    def variance_of(mean: float, products: float, squares: float) -> float:
+        deviations = squares - 2 * mean * products + mean**2 * total["game_size_square"]
+        return largest(0.0, deviations) * games / (games - 1) / episodes**2
+
+    success, mean_return = total["successes"] / episodes, total["return"] / episodes
+    success_variance = variance_of(success, total["game_successes"], total["game_successes_square"])
+    half = Z * variance_of(mean_return, total["game_return"], total["game_return_square"]) ** 0.5
+    interval = clustered_wilson(success, variance=success_variance, groups=games, samples=episodes)
+    return {
+        "success_low": interval.low,
+        "success_high": interval.high,
+        "return_low": mean_return - half,
+        "return_high": mean_return + half,
+    }
 
 
 def _with_user(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -80,6 +80,10 @@ REWARD_PART = "rollout/reward/"
 # for intervals, stages of the curriculum and advice
 _FURTHER = (
     "episodes",
+    "success_low",
+    "success_high",
+    "return_low",
+    "return_high",
     "return_std",
     "group_return_std",
     "entropy",
@@ -98,7 +102,9 @@ _PREFIXES = (REWARD_PART, "val/reward/", *(prefix for _, prefix in FAMILIES))
 # of parts of the reward and of metrics that an environment names
 _NAMED = ("reward", "metrics")
 # of an environment of a mixture
-_OF_ENVIRONMENT = re.compile(r"(?:val|rollout)/[\w-]+/(?:success|return|episodes)")
+_OF_ENVIRONMENT = re.compile(
+    r"(?:val|rollout)/[\w-]+/(?:success|success_low|success_high|return|episodes)"
+)
 
 
 def environments_in(names: Iterable[str]) -> list[str]:

@@ -18,7 +18,6 @@ from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count, Note, TurnTemplate
 from ragen_pl.chat_formats.chat_template import ChatTemplate
 from ragen_pl.chat_formats.messages import History, Message
-from ragen_pl.engines.occlusion import LeaveOut
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.prompts.compaction import Compaction
 from ragen_pl.prompts.conversation import (
@@ -30,6 +29,7 @@ from ragen_pl.prompts.conversation import (
     system_text,
 )
 from ragen_pl.prompts.encoding import TextEncoder, any_of, common_length
+from ragen_pl.prompts.leave_out import LeaveOut
 from ragen_pl.prompts.rules import ContextRules
 from ragen_pl.trajectory import ChatRequest, Observation, Role
 

@@ -20,7 +20,6 @@ from ragen_pl.engines.generation_check import (
     unanswered,
     unrequested,
 )
-from ragen_pl.engines.occlusion import occlusion_scores
 from ragen_pl.engines.protocol import (
     Generation,
     GenerationRequest,
@@ -205,6 +204,8 @@ class EngineResponder:
 
     def _leave_out(self, episodes: Sequence[Episode]) -> None:
         """Remove from the prompts the parts that the policy's greedy response depends on least."""
+        from ragen_pl.engines.occlusion import occlusion_scores
+
         scores = occlusion_scores(
             self.context.bundle,
             self.engine,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragen_pl.base.files import atomic_write
-from ragen_pl.metrics.proportions import wilson
+from ragen_pl.metrics.proportions import success_interval
 from ragen_pl.metrics.record import Row
 from ragen_pl.metrics.shown import PHASES, environments_in
 
@@ -67,7 +67,7 @@ def _by_environment(axes: Axes, *, rows: Sequence[Row], names: Sequence[str]) ->
     for number, name in enumerate(names):
         _curve(axes, rows, prefix=f"val/{name}", label=name, color=f"C{number}", by="iteration")
     axes.set_ylim(-0.02, 1.02)
-    axes.set_ylabel("success (95% interval, Wilson)")
+    axes.set_ylabel("success (95% interval)")
     axes.set_xlabel("iteration")
     axes.legend(frameon=False)
 
@@ -103,7 +103,7 @@ def _learning(axes: Axes, *, rows: Sequence[Row], by: str) -> None:
         _curve(axes, rows, prefix=prefix, label=label, color=color, by=by)
     _mark_stages(axes, rows=rows, by=by)
     axes.set_ylim(-0.02, 1.02)
-    axes.set_ylabel("success (95% interval, Wilson)")
+    axes.set_ylabel("success (95% interval)")
     axes.set_xlabel("iteration" if by == "iteration" else "minutes of reinforcement learning")
     # the best place is searched for among all points
     axes.legend(frameon=False, loc="lower right" if len(rows) > _MANY else "best")
@@ -121,9 +121,7 @@ def _curve(
     rates = [row[name] for row in points]
     marker = "o" if len(points) < 60 else ""
     axes.plot(x, rates, color=color, label=label, marker=marker, markersize=3)
-    intervals = [
-        wilson(row[name], count=row.get(f"{prefix}/episodes") or math.inf) for row in points
-    ]
+    intervals = [success_interval(row, f"{prefix}/") for row in points]
     low, high = [one.low for one in intervals], [one.high for one in intervals]
     axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 

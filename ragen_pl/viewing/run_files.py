@@ -23,7 +23,7 @@ from ragen_pl.base.records import FILE, read_records
 from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.base.typed_json import typed_or_none
 from ragen_pl.checkpoints import lock
-from ragen_pl.metrics.proportions import Z, reports_success, wilson
+from ragen_pl.metrics.proportions import Z, reports_success, success_interval
 from ragen_pl.metrics.record import RecordReader, Row
 from ragen_pl.metrics.shown import is_drawn
 from ragen_pl.viewing.outcomes import count_kinds
@@ -146,7 +146,7 @@ def read_rows(folder: Path) -> list[Row]:
     reader = _reader_of(folder)
     if not _is_readable(folder, reader.file, most=_MAX_BYTES_OF_RECORDS):
         return []
-    return [row | _intervals(row) for row in reader.rows()]
+    return [_intervals(row) | row for row in reader.rows()]
 
 
 def drops(folder: Path) -> int:
@@ -172,7 +172,7 @@ def _intervals(row: Row) -> Row:
             continue
         success = row.get(f"{kind}/success", math.nan)
         if 0 <= success <= 1:
-            intervals |= wilson(success, count=count).metrics(f"{kind}/success")
+            intervals |= success_interval(row, f"{kind}/").metrics(f"{kind}/success")
         if {f"{kind}/return", f"{kind}/return_std"} <= row.keys():
             mean = row[f"{kind}/return"]
             half = Z * abs(row[f"{kind}/return_std"]) / math.sqrt(count)

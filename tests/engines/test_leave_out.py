@@ -8,12 +8,13 @@ from support.models.family_models import tiny
 
 from ragen_pl.data.collate import collate, split_into_samples
 from ragen_pl.engines.in_process.engine import TransformersEngine
-from ragen_pl.engines.occlusion import LeaveOut, occlusion_scores
+from ragen_pl.engines.occlusion import occlusion_scores
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
 from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.leave_out import LeaveOut
 from ragen_pl.rollout.proxy import AgentProxy
 
 

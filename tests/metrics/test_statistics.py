@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from support.episodes.trajectories import make_trajectory, make_turn
 from support.runs.module_process import run_two_ranks
 
-from ragen_pl.metrics.proportions import objective
+from ragen_pl.metrics.proportions import Z, objective, success_interval, wilson
 from ragen_pl.metrics.rollout import RolloutStatistics, rollout_metrics
 from ragen_pl.metrics.sums import NamedSums
 from ragen_pl.metrics.update import PreparationStatistics, UpdateStatistics
@@ -51,8 +52,12 @@ def test_rollout_metrics_by_hand():
     expected = {
         "episodes": 3,
         "success": 1 / 3,
+        **wilson(1 / 3, count=3).metrics("success"),
         "return": 0.9 / 3,
         "return_std": (1.01 / 3 - (0.9 / 3) ** 2) ** 0.5,
+        # returns of the games 0.9 and 0, expected 0.6 and 0.3
+        "return_low": 0.3 - Z * 0.2,
+        "return_high": 0.3 + Z * 0.2,
         "turns": 5 / 3,
         "valid_actions": 4 / 5,
         "effective_actions": 3 / 5,
@@ -72,6 +77,27 @@ def test_rollout_metrics_by_hand():
     unsolved = [make_trajectory(turn(), group=5) for _ in range(2)]
     alone = make_trajectory(turn(), group=6, success=True)
     assert compute([*EPISODES, *unsolved, alone])["group_success"] == 0.5
+
+
+def test_intervals_take_games_as_independent_and_not_their_episodes():
+    def of_game(game, *, solved):
+        return [
+            make_trajectory(turn(reward=float(solved)), group=game, member=member, success=solved)
+            for member in range(4)
+        ]
+
+    games = [of_game(game, solved=game < 2) for game in range(4)]
+    metrics = compute(*games)
+    assert metrics["success_low"] == wilson(0.5, count=4).low
+    # of 4 values, half of them 1
+    assert metrics["return_high"] == pytest.approx(0.5 + Z * (1 / 3) ** 0.5 / 2)
+    assert success_interval(metrics).high == metrics["success_high"]
+    # one environment's game 0 is not another's
+    mixed = [replace(one, environment=name) for name in ("lake", "shop") for one in games[0]]
+    assert compute(mixed)["success_high"] == wilson(1.0, count=2).high
+    assert compute(mixed)["success_low"] == wilson(1.0, count=2).low
+    for alone in ([episodes[0] for episodes in games], games[0]):
+        assert "success_low" not in compute(alone)
 
 
 def test_an_environment_that_says_no_success_is_measured_by_its_return():

@@ -224,6 +224,7 @@ NOT_LOADED = (
     "ragen_pl.data.records",
     "ragen_pl.deployment",
     "ragen_pl.engines.in_process.static_step",
+    "ragen_pl.engines.occlusion",
     "ragen_pl.engines.vllm",
     "ragen_pl.engines.vllm_server",
     "ragen_pl.environments.hosted",

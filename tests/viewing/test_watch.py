@@ -188,10 +188,12 @@ def test_rows_come_from_the_last_known_one_on(server: Client, runs: Path) -> Non
     assert news["start"] == 0 and [one["iteration"] for one in news["rows"]] == [1, 2, 3, 4]
     assert news["rows"][0]["rollout/return_low"] == pytest.approx(1 - 1.96 * 0.5 / 10, abs=1e-3)
     # the last row has been completed, and another one has been added
-    write_rows(run, [row(4, **{"val/success": 1.0}), row(5)], keep=4)
+    recorded = {"rollout/success_low": 0.3, "rollout/success_high": 0.7, "rollout/return_low": 0.2}
+    write_rows(run, [row(4, **{"val/success": 1.0} | recorded), row(5)], keep=4)
     news = server.json("/run", run="maze/grows", known="4", drops=str(news["drops"]))
     assert news["start"] == 3 and [one["iteration"] for one in news["rows"]] == [4, 5]
     assert news["rows"][0]["val/success"] == 1.0
+    assert recorded.items() <= news["rows"][0].items()
     # continued from an earlier checkpoint, and further than it was
     write_rows(run, [row(n, **{"val/success": 0.5}) for n in range(3, 9)], keep=2)
     for start in (0, 0, 7):
