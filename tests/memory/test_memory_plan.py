@@ -106,7 +106,7 @@ def measured_update(cfg) -> int:
 
 
 # bfloat16 is slow on processors without instructions for it
-FEW = ("rollout.groups=2",)
+SLOW = ("rollout.groups=2", "rollout.group_size=2")
 TOP = (
     "algorithm.loss.kl.hint=null", "algorithm.loss.kl.top_k=20", "algorithm.loss.kl.top_k_of=reference",
     "+algorithm.loss.kl.reference={_target_: ragen_pl.assembly.teacher_server.TeacherServer, urls: [x]}",
@@ -114,7 +114,7 @@ TOP = (
 CASES = {
     "critic and divergence": ("env=frozenlake", "algorithm=trico", *SMALL, "rollout.groups=32"),
     "images": ("env=frozenlake_visual", "algorithm=grpo", *SMALL, "rollout.groups=4"),
-    "adapters": ("env=frozenlake", "algorithm=grpo", "+model.build.lora.r=8", HALF, *LOADED, *FEW),
+    "adapters": ("env=frozenlake", "algorithm=grpo", "+model.build.lora.r=8", HALF, *LOADED, *SLOW),
     "own critic": ("env=frozenlake", "algorithm=starpo", "algorithm.critic=own", *SMALL, "rollout.groups=32"),
     "accumulated": (
         "env=frozenlake", "algorithm=grpo", "trainer.accumulate_grad_batches=2", *SMALL, "rollout.groups=4",
@@ -125,10 +125,10 @@ CASES = {
     ),
     "whole history": ("env=frozenlake", "algorithm=grpo", "context.window=all", *SMALL, "rollout.groups=4"),
     "eager": ("env=frozenlake", "algorithm=grpo", "model.build.attn_implementation=eager", *LOADED, "rollout.groups=4"),
-    "mixed precision": ("env=frozenlake", "algorithm=grpo", "trainer.precision=bf16-mixed", *LOADED, *FEW),
-    "bfloat16 weights": ("env=frozenlake", "algorithm=grpo", HALF, *LOADED, *FEW),
+    "mixed precision": ("env=frozenlake", "algorithm=grpo", "trainer.precision=bf16-mixed", *LOADED, *SLOW),
+    "bfloat16 weights": ("env=frozenlake", "algorithm=grpo", HALF, *LOADED, *SLOW),
     "served teacher": ("env=frozenlake", "algorithm=opsd", *TOP, *SMALL, "rollout.groups=32"),
-    "experts": ("env=frozenlake", "algorithm=grpo", *LOADED, *FEW),
+    "experts": ("env=frozenlake", "algorithm=grpo", *LOADED, "rollout.groups=2"),
 }  # fmt: skip
 FAST = ("critic and divergence", "served teacher", "images", "adapters", "experts")
 
