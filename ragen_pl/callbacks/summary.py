@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ragen_pl.base.phases import wide_console
 from ragen_pl.callbacks.access import mlflow_loggers, record_logger, run_folder
-from ragen_pl.metrics.proportions import success_interval
+from ragen_pl.metrics.proportions import reports_success, success_interval
 from ragen_pl.metrics.record import RecordReader
 from ragen_pl.metrics.shown import VALIDATED, environments_in
 
@@ -113,7 +113,7 @@ def _failed(metrics: Mapping[str, float]) -> str:
 
 
 def _cell(metrics: Mapping[str, float], name: str, digits: int) -> str:
-    if name not in metrics:
+    if name not in metrics or (name == "success" and not reports_success(metrics)):
         return "-"
     text = f"{metrics[name]:.{digits}f}"
     if name == "success" and metrics.get("episodes"):

@@ -12,6 +12,7 @@ from rich.table import Table
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.phases import wide_console
+from ragen_pl.metrics.proportions import reports_success
 from ragen_pl.metrics.shown import SIMULATED_USER, VALIDATED
 
 POLICY, BLANK_IMAGES, WARM_START = "policy", "blank images", "warm start"
@@ -47,9 +48,9 @@ def main_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows]:
                 [
                     "" if number else name,
                     policy,
-                    proportion(metrics, "success"),
+                    _success(metrics, "success"),
                     *(_decimal(metrics, metric, digits) for _, metric, digits in others),
-                    *(proportion(metrics, pass_name) for pass_name in passes),
+                    *(_success(metrics, pass_name) for pass_name in passes),
                     *(_decimal(metrics, metric, digits) for _, metric, digits in users),
                 ]
             )
@@ -76,7 +77,7 @@ def difficulty_rows(validation_sets: ValidationResults) -> tuple[list[str], Rows
         for levels in by_policy.values():
             for level, metrics in levels.items():
                 episodes[level] = max(episodes.get(level, 0.0), metrics["episodes"])
-        if len(episodes) < 2:
+        if len(episodes) < 2 or not any(map(reports_success, validation_set["policies"].values())):
             continue
         for number, level in enumerate(sorted(episodes, key=int)):
             cells = [by_policy.get(policy, {}).get(level, {}) for policy in columns]
@@ -110,6 +111,11 @@ def proportion(metrics: Mapping[str, float], name: str) -> str:
     return f"{metrics[name]:.3f} [{metrics[f'{name}_low']:.3f}, {metrics[f'{name}_high']:.3f}]"
 
 
+def _success(metrics: Mapping[str, float], name: str) -> str:
+    """Return success or pass@k with its interval, or a dash where no step has said whether the task is solved."""
+    return proportion(metrics, name) if reports_success(metrics) else "-"
+
+
 def notes(about: Mapping[str, Any], validation_sets: ValidationResults) -> list[str]:
     """Return the lines that explain the tables."""
     sampling = "greedy" if about["greedy"] else f"sampled at temperature {about['temperature']:g}"
@@ -126,7 +132,10 @@ def notes(about: Mapping[str, Any], validation_sets: ValidationResults) -> list[
                 f"{name}: training held out the first {set_aside} of the {total} initial states; "
                 "it may have used the others."
             )
-        distinct = [each.get("distinct_states") for each in validation_set["policies"].values()]
+        played = validation_set["policies"].values()
+        if played and not any(map(reports_success, played)):
+            lines.append(f"{name}: no step says whether the task is solved; compare the returns.")
+        distinct = [each.get("distinct_states") for each in played]
         if distinct and distinct[0] is not None and distinct[0] < total:
             lines.append(
                 f"{name}: {distinct[0]:.0f} of the {total} initial states are distinct; episodes from equal ones "

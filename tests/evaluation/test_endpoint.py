@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from hydra.errors import HydraException
 from PIL import Image
+from rich.console import Console
 from support.runs.composing import composed, evaluation_config
 from support.servers.chat_server import KEY, ChatServer, serving
 
 import envs  # noqa: F401
 from ragen_pl.base.records import read_records
+from ragen_pl.callbacks.summary import summary_table
 from ragen_pl.config import ConfigError
 from ragen_pl.config.hydra_errors import translated
 from ragen_pl.evaluation.checks import check_evaluation
@@ -126,6 +128,29 @@ def test_tables_have_a_dash_for_what_failed_episodes_leave_out() -> None:
         _, rows = difficulty_rows({"held_out": {"policies": policies}})
         assert [row[1:3] for row in rows] == [["1", "2"], ["2", "2"], ["10", "2"]]
         assert sorted(rows[0][3:])[0] == "-"
+
+
+def test_tables_have_a_dash_for_success_that_no_step_reports() -> None:
+    whole = {"success": 0.0, "success_low": 0.0, "success_high": 0.3, "return": 2.5, "episodes": 8}
+    silent = whole | {"success_reported": 0.0, "by_difficulty": {"1": whole, "2": whole}}
+    held_out = {
+        "key": "held_out", "set_aside": 8, "initial_states": 8, "policies": {"policy": silent},
+    }  # fmt: skip
+    about = {
+        "checkpoint": "last.ckpt", "greedy": True, "truncation": {}, "samples": 1, "seed": 0,
+    }  # fmt: skip
+    said = "held_out: no step says whether the task is solved"
+    for policies, dashes in (({"policy": silent}, 1), ({"policy": silent, "random": whole}, 1)):
+        sets = {"held_out": held_out | {"policies": policies}}
+        head, rows = main_rows(sets)
+        assert [row[head.index("success")] for row in rows].count("-") == dashes
+        assert all(row[head.index("return")] == "2.500" for row in rows)
+        alone = len(policies) == 1
+        assert bool(difficulty_rows(sets)[1]) is not alone
+        assert any(line.startswith(said) for line in notes(about, sets)) is alone
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary_table({"after": silent}))
+    assert "2.500" in out.getvalue() and "0.000" not in out.getvalue()
 
 
 def test_there_is_none_by_default(tmp_path: Path) -> None:
