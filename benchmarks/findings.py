@@ -60,6 +60,7 @@ class Finding:
         starts: Overrides of the arms that change the warm start too; the others share the task's.
         criterion: What decides.
         iterations: Iterations of a run.
+        followed: Metric of a validation, without `val/`, that is shown before and after RL; None for none.
     """
 
     question: str
@@ -73,6 +74,7 @@ class Finding:
     overrides: Overrides = ()
     starts: Mapping[str, Overrides] | None = None
     remark: str | None = None
+    followed: str | None = None
 
     def start_of(self, arm: str) -> Overrides:
         """Return the overrides that an arm's warm start depends on."""
@@ -240,6 +242,7 @@ FINDINGS: dict[str, Finding] = {
         starts={"without": ("env.prompt_format=no_think",)},
         criterion=Criterion(more="with", less="without"),
         iterations=30,
+        followed="think_tokens",
     ),
     "horizon": Finding(
         question="Does a long horizon make training worse?",

@@ -14,6 +14,7 @@ from runner import cost_of, is_finished
 from ragen_pl.evaluation.comparison import METRICS, Comparison, compare, with_interval
 from ragen_pl.evaluation.played import Question
 from ragen_pl.metrics.paired import Estimate
+from ragen_pl.metrics.record import RecordReader
 from ragen_pl.viewing.validations import read_validation, validation_files
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ def _table(
         "arm", "seeds", "success", f"less *{less}*", f"return, less *{less}*",
         f"success after {seconds:.0f} processor s of RL", "sampled tokens", "processor s of a run",
         "and of its warm start",
+        *([] if finding.followed is None else [f"`{finding.followed}` before and after RL"]),
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     first = next(iter(found.values()))
@@ -198,6 +200,9 @@ def _table(
             with_half_width(*interval(at_time)), f"{one.costs[side]['response_tokens']:,.0f}", f"{spent:.0f}",
             f"{before:.0f}",
         )  # fmt: skip
+        if finding.followed is not None:
+            ends = [_ends(cell.folder(out), finding.followed) for cell in runs[arm].values()]
+            cells += (" to ".join(f"{value:.1f}" for value in np.mean(ends, axis=0)),)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -209,6 +214,14 @@ def _hours(runs: Mapping[str, Mapping[int, Cell]], *, out: Path) -> str:
         for folders in ({cell.folder(out) for cell in ended}, {cell.start(out) for cell in ended})
     )
     return f"{len(ended)} runs {_HOURS.format(f'{spent:.2f}', f'{before:.2f}')}; some of those are other findings' too."
+
+
+def _ends(folder: Path, metric: str) -> tuple[float, float]:
+    """Return a metric of a run's first and last validation."""
+    name = f"val/{metric}"
+    points = RecordReader(folder, only=lambda own: own == name).points()
+    values = [point.metrics[name] for point in points if name in point.metrics]
+    return values[0], values[-1]
 
 
 def curve_of(folder: Path) -> Curve:

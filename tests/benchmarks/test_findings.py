@@ -92,6 +92,7 @@ def test_a_finding_is_run_once_and_reported(
         arms={"one epoch": ("update.epochs=1",), "two epochs": ("update.epochs=2",)},
         criterion=findings.Criterion(more="two epochs", less="one epoch"),
         iterations=2,
+        followed="turns",
     )
     monkeypatch.setitem(findings.TASKS, "tiny", small)
     declared = {"tiny": tiny, "later": replace(tiny, question="And later?")}
@@ -121,6 +122,12 @@ def test_a_finding_is_run_once_and_reported(
     assert all(list(curve.iterations) == [0, 1, 2] for curve in curves)
     seconds = min(curve.seconds[-1] for curve in curves)
     assert f"| success after {seconds:.0f} processor s of RL |" in text
+    written = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    turns = [
+        one["metrics"]["val/turns"] for one in written if "val/turns" in one.get("metrics", {})
+    ]
+    assert "`turns` before and after RL |" in text
+    assert f" | {turns[0]:.1f} to {turns[-1]:.1f} |" in text
     first = replace(curves[0], seconds=np.array([0.0, 4.0, 8.0]), success=np.array([0.0, 0.2, 1.0]))
     assert [first.success_at(at) for at in (2.0, 6.0, 8.0)] == pytest.approx([0.1, 0.6, 1.0])
     assert (tmp_path / "findings_tiny.png").stat().st_size > 1000
