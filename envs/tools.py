@@ -158,8 +158,8 @@ class ToolEnvironment(Environment):
 
     def _draw(self, argument: str, annotation: Any, rng: np.random.Generator) -> Any:
         schema = _schema(annotation)
-        if "enum" in schema:
-            values = schema["enum"]
+        if choices := _choices(schema):
+            values = choices
         elif schema.get("type") == "boolean":
             values = [False, True]
         else:
@@ -188,7 +188,8 @@ class ToolEnvironment(Environment):
                 f"no tool {_quoted(call.name)}; the tools are {', '.join(sorted(self.tools))}"
             )
         try:
-            values = arguments.model_validate(call.arguments)
+            # as JSON: a list is a tuple, and the value of an enumeration its member
+            values = arguments.model_validate_json(json.dumps(call.arguments))
         except ValidationError as error:
             problem = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(map(str, problem["loc"]))
@@ -241,10 +242,15 @@ def _schema(annotation: Any) -> dict[str, Any]:
     return TypeAdapter(annotation).json_schema()
 
 
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists; that of a single one has `const`."""
+    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
+
+
 def _type_name(annotation: Any) -> str:
     schema = _schema(annotation)
-    if "enum" in schema:
-        return " or ".join(json.dumps(value) for value in schema["enum"])
+    if choices := _choices(schema):
+        return " or ".join(map(json.dumps, choices))
     names = {
         "string": "text",
         "integer": "whole number",

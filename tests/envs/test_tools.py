@@ -1,6 +1,8 @@
 """Tools as JSON schemas, and tools that return pictures."""
 
+import datetime
 import json
+from enum import StrEnum
 from typing import Literal
 
 import gymnasium
@@ -119,6 +121,60 @@ def test_schema_of_an_optional_argument_and_of_a_choice():
         "place": {"type": "string", "enum": ["top", "bottom"], "default": "top"},
         "careful": {"type": "boolean", "default": False},
     }
+
+
+class Color(StrEnum):
+    """Values of an argument."""
+
+    RED = "red"
+    BLUE = "blue"
+
+
+class Painter(ToolEnvironment):
+    """Has tools with arguments that JSON has no types for."""
+
+    def reset(self, *, seed=None, options=None):
+        self._begin(seed=seed, options=options)
+        self.got = None
+        return "paint", {}
+
+    @tool
+    def paint(self, color: Color, corners: tuple[int, int], on: datetime.date) -> str:
+        """Paint a place."""
+        self.got = (color, corners, on)
+        return "painted"
+
+    @tool
+    def mix(self, colors: set[Color], way: Literal["slowly"]) -> str:
+        """Mix colors."""
+        self.got = (colors, way)
+        return "mixed"
+
+
+def test_arguments_have_the_types_of_their_annotations():
+    env = Painter()
+    env.reset(seed=0)
+    call = {"color": "red", "corners": [1, 2], "on": "2024-05-06"}
+    assert env.step(call_text("paint", **call))[-1]["action_is_valid"]
+    assert env.got == (Color.RED, (1, 2), datetime.date(2024, 5, 6))
+    assert isinstance(env.got[0], Color) and isinstance(env.got[1], tuple)
+    assert env.step(call_text("mix", colors=["red", "blue"], way="slowly"))[0] == "mixed"
+    assert env.got == ({Color.RED, Color.BLUE}, "slowly")
+    for name, value in {"color": "green", "corners": [1], "on": 5}.items():
+        shown, *_, info = env.step(call_text("paint", **(call | {name: value})))
+        assert not info["action_is_valid"] and shown.startswith(f"error: paint: '{name}")
+    # numbers and texts are not converted
+    for corners in (["1", "2"], [1.5, 2], [True, 2]):
+        assert not env.step(call_text("paint", **(call | {"corners": corners})))[-1][
+            "action_is_valid"
+        ]
+
+
+def test_a_single_choice_is_named_and_drawn():
+    env, rng = Painter(), np.random.default_rng(0)
+    assert 'way: "slowly"' in env.instructions
+    calls = [json.loads(env.random_action(rng)) for _ in range(20)]
+    assert {call["arguments"]["way"] for call in calls if call["name"] == "mix"} == {"slowly"}
 
 
 @pytest.mark.parametrize("env_id", SHIPPED)
