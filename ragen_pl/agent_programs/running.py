@@ -165,8 +165,8 @@ class RunningProgram:
             ) from error
         except (OSError, subprocess.SubprocessError) as error:
             raise RuntimeError(f"env.verifier={shlex.join(verifier)}: {error}") from error
-        lines = run.stdout.strip().splitlines()
-        return str(lines[-1]) if lines else ""
+        # its JSON may hold other line ends than \n
+        return str(run.stdout.strip().rpartition("\n")[2])
 
 
 def _kill_all_in(folder: Path) -> None:

@@ -88,7 +88,8 @@ def _rows(path: Path) -> Iterable[Any]:
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in files:
         if file.suffix in (".jsonl", ".json"):
-            lines = file.read_text().splitlines()
+            # lines end with \n only: a text may hold other line ends
+            lines = file.read_text(encoding="utf-8").split("\n")
             yield from (json.loads(line) for line in lines if line.strip())
         elif file.suffix == ".parquet":
             yield from _parquet(file)

@@ -116,6 +116,13 @@ def test_a_verifier_judges_in_the_programs_folder(play, script, tmp_path):
     body = "ask('a')\nopen('made', 'w').write('0.75')\nreport(reward=100)"
     (episode,) = play(script(body), verifier=[sys.executable, str(verifier)])
     assert episode.reward == 0.75 and episode.success
+    verifier.write_text(
+        "import sys\n"
+        "sys.stdout.reconfigure(encoding='utf-8')\n"
+        """print('{"reward": 0.5, "info": {"note": "a\\u2028b"}}')\n"""
+    )
+    (episode,) = play(script(body), verifier=[sys.executable, str(verifier)])
+    assert episode.reward == 0.5 and episode.turns[0].info["program"]["note"] == "a\u2028b"
     verifier.write_text("raise SystemExit('no')")
     (episode,) = play(script(body), verifier=[sys.executable, str(verifier)])
     assert "env.verifier" in episode.error and "exit code 1; its last lines: no" in episode.error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from support.episodes.trajectories import responses
@@ -216,6 +218,15 @@ def test_tasks_of_validation_are_not_those_of_training(tmp_path):
             split_tasks(tasks, held_out)
     with pytest.raises(ValueError, match="has one task only"):
         split_tasks(lines(tmp_path / "one.jsonl", "a", "a"), 0.5)
+
+
+def test_texts_of_tasks_may_hold_any_line_ends(tmp_path):
+    texts = ["a\u2028b", "a\u2029b", "a\u0085b", "a\x7fb"]
+    rows = [json.dumps({"question": text}, ensure_ascii=False) for text in texts]
+    for end in ("\n", "\r\n"):
+        file = tmp_path / f"{len(end)}.jsonl"
+        file.write_bytes("".join(f"{row}{end}" for row in rows).encode())
+        assert [task["question"] for task in load_tasks(str(file))] == texts
 
 
 def test_validation_plays_the_tasks_that_training_leaves_out(script, tmp_path):
