@@ -130,8 +130,8 @@ def label_tokens(parsed: ParsedResponse, ends: Sequence[int], *, end_sampled: bo
 
 @lru_cache
 def _indices(action_names: tuple[str, ...]) -> dict[str, int]:
-    """Return the index of each action by its name without regard to case."""
-    return {name.casefold(): index for index, name in enumerate(action_names)}
+    """Return the index of each action by its name without regard to case and outer whitespace."""
+    return {name.strip().casefold(): index for index, name in enumerate(action_names)}
 
 
 @cache

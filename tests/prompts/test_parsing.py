@@ -26,6 +26,14 @@ def test_first_actions_count_beyond_the_limit():
     ).actions == [0, 1]
 
 
+def test_blanks_around_a_name_do_not_count():
+    """The check at the start of a run takes such names."""
+    names = (" Up", "Down\t")
+    for text in ("Up", " Up", "up ", "DOWN"):
+        parsed = parse_response(f"<think></think><answer>{text}</answer>", names)
+        assert parsed.actions == [text.strip().casefold() == "down"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
