@@ -79,6 +79,12 @@ class OpenEnv(Environment):
     relations: Callable[[], list[tuple[str, int, int]]]
     """Positions of things relative to the player, where the server gives them."""
 
+    forfeit: Callable[[int], tuple[Observation, float, bool, bool, dict[str, Any]]]
+    """End of an episode after a response without a valid action, where the environment on the server has one."""
+
+    draws_held_out = False
+    format_penalty: float | None = None
+
     @checked_arguments
     def __init__(
         self,
@@ -151,11 +157,22 @@ class OpenEnv(Environment):
         """
         text = self._text_of(action)
         self._turn += 1
-        replayed = self._episode.replayed_steps
         try:
-            data = self._ask("step", self._action(text))
+            return self._taken(self._action(text))
         except RefusedAction as error:
             return str(error), 0.0, False, False, {"success": False, "action_is_valid": False}
+
+    def _forfeit(self, seat: int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        self._take_text("")
+        self._turn += 1
+        return self._taken({"message": "", "metadata": {"forfeit": True}})
+
+    def _taken(
+        self, action: Mapping[str, Any]
+    ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Send a step and return its result."""
+        replayed = self._episode.replayed_steps
+        data = self._ask("step", action)
         shown, self._over = self._observed(data), bool(data.get("done"))
         reward, metadata = float(data.get("reward") or 0.0), data.get("metadata") or {}
         truncated = False
@@ -232,6 +249,9 @@ class OpenEnv(Environment):
         if members.has_relations:
             # formats and checks ask whether there is such a method
             self.relations = members.relations
+        if members.has_forfeit:
+            self.forfeit = self._forfeit
+        self.draws_held_out, self.format_penalty = members.draws_held_out, members.format_penalty
 
     def _text_of(self, action: int | str) -> str:
         if isinstance(action, str):

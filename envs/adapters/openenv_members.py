@@ -30,6 +30,9 @@ class Members:
         self.action_names: tuple[str, ...] = tuple(constant.get("action_names") or ())
         self.relation_names: tuple[str, ...] = tuple(constant.get("relation_names") or ())
         self.has_relations = bool(constant.get("has_relations"))
+        self.has_forfeit = bool(constant.get("has_forfeit"))
+        self.draws_held_out = bool(constant.get("draws_held_out"))
+        self.format_penalty: float | None = constant.get("format_penalty")
         limits = constant.get("reward_range")
         self.reward_range: tuple[float, float] | None = (
             None if limits is None else (limits[0], limits[1])

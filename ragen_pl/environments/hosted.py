@@ -4,7 +4,8 @@
     {"type": "step", "data": {"message": "Left", "metadata": {"step": 1}}}     -> observation, or error
     {"type": "state"}                                                          -> state
 
-A step that has a number is taken once: the number of the last one is answered with the stored answer. What the trainer
+A step that has a number is taken once: the number of the last one is answered with the stored answer. One with
+`"forfeit": true` in its metadata ends the episode by the environment's `forfeit`. What the trainer
 reads beside observation and reward travels in `metadata`: `members` of the environment with each reset, `state` and
 `info` with each observation.
 """
@@ -137,6 +138,11 @@ class HostedEnvironment:
 
     def _begun(self, seed: int | None, options: Mapping[str, Any] | None) -> Message:
         raw = self._reader.reset(self._env.reset(seed=seed, options=dict(options or {}) or None))
+        if (seats := self._members.seats) > 1:
+            raise ValueError(
+                f"it has seats={seats}, and a server has one for each session; let the environment play the others, "
+                "such as env.kwargs.opponent=random"
+            )
         metadata = {"step": 0, "members": self._described(), "state": self._state()}
         return _observation(
             self._reader.observation(raw), reward=None, done=False, metadata=metadata
@@ -144,7 +150,8 @@ class HostedEnvironment:
 
     def _step(self, data: object) -> Message:
         given = typed(_Step, data)
-        number = (given.get("metadata") or {}).get("step")
+        about = given.get("metadata") or {}
+        number, forfeits = about.get("step"), about.get("forfeit") is True
         if number is not None and number == self._number and self._answer is not None:
             self.repeated += 1
             return self._answer
@@ -157,15 +164,15 @@ class HostedEnvironment:
         self._number += 1
         self.steps += 1
         try:
-            self._answer = self._call(partial(self._stepped, given["message"]))
+            self._answer = self._call(partial(self._stepped, given["message"], forfeits=forfeits))
         except _Refused as refusal:
             self._answer = error_message(refusal.code, str(refusal))
             self._answer["data"]["metadata"] = {"step": self._number}
         self.is_over = bool(self._answer["data"].get("done"))
         return self._answer
 
-    def _stepped(self, text: str) -> Message:
-        answer = self._env.step(self._action(text))
+    def _stepped(self, text: str, *, forfeits: bool) -> Message:
+        answer: Any = self._members.forfeit(0) if forfeits else self._env.step(self._action(text))
         step = self._reader.step(answer)
         metadata = {
             "step": self._number,
@@ -195,9 +202,8 @@ class HostedEnvironment:
                     "VALIDATION_ERROR", f"message: expected at most {longest} characters"
                 )
             return text
-        found = [
-            number for number, name in enumerate(names) if name.lower() == text.strip().lower()
-        ]
+        wanted = text.strip().casefold()
+        found = [number for number, name in enumerate(names) if name.strip().casefold() == wanted]
         if not found:
             raise _Refused("VALIDATION_ERROR", f"message: expected one of {', '.join(names)}")
         return found[0]
@@ -213,6 +219,9 @@ class HostedEnvironment:
             "reward_range": members.reward_range,
             "relation_names": list(members.relation_names),
             "has_relations": "relations" in dir(self._env.unwrapped),
+            "has_forfeit": members.forfeits,
+            "draws_held_out": members.draws_held_out,
+            "format_penalty": members.format_penalty,
         }
 
     def _state(self) -> Message:

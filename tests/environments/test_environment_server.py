@@ -29,16 +29,24 @@ def rollout(
     kwargs: dict[str, Any],
     count: int = 16,
     on_turn: Any = None,
+    policy: Any = None,
+    held_out: bool | None = None,
     **settings: Any,
 ) -> list[Any]:
-    """Play episodes at random."""
+    """Play episodes, at random by default."""
     manager = EnvironmentManager(
         target=target, kwargs=kwargs, max_turns=20, workers=8, record_states=True, **settings
     )
     proxy = AgentProxy(environments=manager, context=TextContext(), max_response_tokens=10_000)
-    specs = [EpisodeSpec(group=n // 2, member=n % 2, seed=n // 2) for n in range(count)]
+    specs = [
+        EpisodeSpec(group=n // 2, member=n % 2, seed=n // 2, held_out=held_out)
+        for n in range(count)
+    ]
     played = proxy.rollout(
-        ScriptedResponder(policy=RandomPolicy()), specs, seed_key=(0, "test"), on_turn=on_turn
+        ScriptedResponder(policy=policy or RandomPolicy()),
+        specs,
+        seed_key=(0, "test"),
+        on_turn=on_turn,
     )
     # idle sessions end
     manager.close_idle()
@@ -108,6 +116,34 @@ def test_play_on_a_server_is_equal_to_local_play(serve: Any) -> None:
     health = served.health()
     assert health["status"] == "healthy" and health["capacity"] == 64
     assert (health["steps"], health["episodes"]) == (steps_of(expected), 16)
+
+
+class Silent:
+    """Takes any cell, or answers nothing."""
+
+    def act(self, env: Any, rng: Any) -> int | str:
+        return "" if rng.random() < 0.2 else int(rng.integers(9))
+
+
+def test_games_against_an_opponent_are_equal_to_local_ones(serve: Any) -> None:
+    """A response without a valid action loses them, and validation has an opponent of its own."""
+    target, kwargs = "envs.tic_tac_toe.TicTacToe", {"opponent": "random"}
+    served = serve(target=target, kwargs=kwargs)
+    there = {
+        "target": "envs.adapters.openenv.OpenEnv",
+        "kwargs": {"urls": [served.url], "members": True},
+    }
+    here = {"target": target, "kwargs": kwargs}
+    played = {
+        held_out: [rollout(**where, policy=Silent(), held_out=held_out) for where in (here, there)]
+        for held_out in (False, True)
+    }
+    for expected, remotely in played.values():
+        assert_equal(remotely, expected)
+        lost = [one.turns[-1] for one in expected if not one.turns[-1].action_is_valid]
+        assert lost and all(turn.reward == -1.05 for turn in lost)
+    # the optimal player moves otherwise
+    assert [content(one) for one in played[True][0]] != [content(one) for one in played[False][0]]
 
 
 def test_images_and_options_travel(serve: Any) -> None:

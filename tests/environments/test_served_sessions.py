@@ -96,6 +96,15 @@ def test_clients_of_openenv_are_served(serve: Any) -> None:
     assert closed in ("CLOSE", "CLOSED", "CLOSING")
 
 
+def test_games_of_two_seats_are_refused(serve: Any) -> None:
+    """A client has one seat, and would move for both."""
+    served = serve(target="envs.tic_tac_toe.TicTacToe", kwargs={})
+    env = OpenEnv(urls=[served.url], members=True)
+    with pytest.raises(RuntimeError, match=r"seats=2, .* env\.kwargs\.opponent=random"):
+        env.reset(seed=0)
+    env.close()
+
+
 def test_steps_are_taken_in_their_order_only(serve: Any) -> None:
     served = serve(kwargs={})
     reset = {"type": "reset", "data": {"seed": 3}}
