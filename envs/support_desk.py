@@ -261,8 +261,9 @@ class SupportDesk(ToolEnvironment):
         if not orders:
             raise ToolError("no such item")
         self._calls += 1
-        if item == self._request.item:
-            self._request.found = True
+        # also for a later request: what was seen then is a true reason
+        for request in self.requests[self.at :]:
+            request.found |= request.item == item
         return ", ".join(orders)
 
     @tool
