@@ -82,7 +82,8 @@ def _things(text: str, names: Sequence[str]) -> list[tuple[str, dict[Axis, set[i
     singular = {name.casefold(): name for name in names}
     things: list[tuple[str, dict[Axis, set[int]]]] = []
     for word in re.findall(r"[^\W\d_]+", text.casefold()):
-        name = singular.get(word) or singular.get(word.removesuffix("s")) or singular.get(word[:-2])
+        stems = (word, word.removesuffix("s"), word.removesuffix("es"))
+        name = next((singular[stem] for stem in stems if stem in singular), None)
         if name is not None:
             if len(things) == _MAX_THINGS:
                 break

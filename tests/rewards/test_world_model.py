@@ -65,6 +65,8 @@ def statement(text, relations):
         ("goal: south-west; holes: above", [("goal", 1, -1), ("hole", -1, 0)]),
         ("goal here", [("goal", 0, 0)]),
         ("hole Up hole Up Left", [("hole", -1, 0), ("hole", -2, -2)]),
+        # no plural of a thing
+        ("goal Up, a goalie Left", [("goal", -1, -1)]),
         ("Up Left", []),
         ("", []),
         ("<|end|> \x00 ünïcode 42", []),
