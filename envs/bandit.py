@@ -6,6 +6,7 @@ Agents via Multi-Turn Reinforcement Learning"), with this project's own lists of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -110,7 +111,7 @@ class Bandit(Environment):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        if risky_reward * risky_probability == safe_reward:
+        if math.isclose(risky_reward * risky_probability, safe_reward):
             raise ValueError(
                 f"safe_reward: found {safe_reward}, the mean payoff of the risky arm, expected another "
                 "amount: no arm is better; set another safe_reward"

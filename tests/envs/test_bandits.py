@@ -68,6 +68,11 @@ def test_success_depends_on_the_expected_payoff() -> None:
         ({"names": "test"}, "names: found 'test', expected one of train, held_out, misleading"),
         ({"risky_probability": 1.5}, "risky_probability: found 1.5"),
         ({"safe_reward": 0.25}, "set another safe_reward"),
+        # 3 * 0.1 is more than 0.3 by rounding
+        (
+            {"safe_reward": 0.3, "risky_reward": 3.0, "risky_probability": 0.1},
+            "set another safe_reward",
+        ),
     ],
 )
 def test_invalid_bandit_arguments_raise(arguments: dict[str, Any], message: str) -> None:
