@@ -268,7 +268,8 @@ class Turn:
         spans: int8 `[response]`, a `Span` for each token.
         response_text: The response in words.
         think: Its reasoning; None without a valid think block.
-        actions: Names of the actions that were carried out, or the text of a free one.
+        actions: Names of the actions that were carried out, or the text of a free one; of a program's request the tool
+            calls, or without any the words of a valid response.
         action_is_valid: Whether the response has the required form and valid actions.
         action_is_effective: Whether the actions changed the environment.
         hit_length_limit: Whether the length limit came before an end-of-turn token.
@@ -434,8 +435,10 @@ class Trajectory:
     @property
     def says_success(self) -> bool | None:
         """Whether an environment said whether the task is solved; None where no actions were carried out."""
-        acted = [turn for turn in self.turns if turn.actions]
-        return any(turn.success is not None for turn in acted) if acted else None
+        # also of a last response that is not valid
+        if any(turn.success is not None for turn in self.turns):
+            return True
+        return False if any(turn.actions for turn in self.turns) else None
 
     @property
     def is_silent(self) -> bool:

@@ -364,7 +364,7 @@ class EnvironmentManager:
 
         The program judges the answer, and limits its turns itself.
         """
-        from ragen_pl.prompts.message_format import action_text
+        from ragen_pl.prompts.message_format import action_text, words_of
 
         result = TurnResult()
         (answer,) = response.actions
@@ -372,6 +372,8 @@ class EnvironmentManager:
         result.actions = [action_text(call) for call in response.calls]
         if response.refused or not result.answer.delivered:
             return result
+        if response.valid and not response.calls:
+            result.actions = [words_of(str(answer))]
         slot.turn += 1
         result.effective = True
         if response.problem is not None:

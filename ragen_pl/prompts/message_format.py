@@ -159,6 +159,15 @@ def action_text(call: Message) -> str:
     return json.dumps(call["function"], ensure_ascii=False)
 
 
+def words_of(answer: str) -> str:
+    """Return the words of the answer to a program's request, without the reasoning before them.
+
+    Args:
+        answer: Its JSON, see `ragen_pl.rollout.requests`.
+    """
+    return str(json.loads(answer)["message"]["content"])
+
+
 def call_of(action: str) -> Message | None:
     """Return the call that the text of an action is, None for other text."""
     try:

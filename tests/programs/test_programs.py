@@ -13,6 +13,7 @@ from ragen_pl.agent_programs.tasks import load_tasks, split_tasks
 from ragen_pl.base.prompt_formats import PromptFormat
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
+from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.trajectory import EpisodeStatus
 
@@ -89,6 +90,25 @@ report(reward=1, info={{"why": answer["finish_reason"], "content": message["cont
     assert (told["why"], told["content"], told["article"]) == ("tool_calls", "so", "tea")
     assert first.actions == ['{"name": "price", "arguments": {"article": "tea"}}']
     assert second.kind.history == "joined" and second.observation.text == "tool: 3 coins"
+    assert second.actions == ["3 coins it is"]
+
+
+def test_a_program_that_ends_with_words_says_whether_its_task_is_solved(play, script):
+    schema = {"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}
+    body = f"""
+ask("tea?", tools=[{schema!r}])
+ask("and now?", tools=[{schema!r}])
+report(reward=0, success=False)
+"""
+    called = '<tool_call>{"name": "price", "arguments": {}}</tool_call>'
+    # words, no words, and a response that is not valid
+    for last in ("3 coins", "", '<tool_call>{"name": 3}</tool_call>'):
+        said = {0: called, 1: last}
+        (episode,) = play(script(body), lambda _, turn, said=said: said[turn])
+        assert episode.says_success is True and not episode.is_silent
+        metrics = RolloutStatistics()
+        metrics.update([episode])
+        assert "success_reported" not in metrics.compute()
 
 
 @pytest.mark.parametrize(
