@@ -19,7 +19,7 @@ from typing import Annotated, Any, Protocol
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Fraction, Open
 from ragen_pl.base.typed_json import typed_or_none
-from ragen_pl.rewards.shaping import Gather
+from ragen_pl.rewards.shaping import Gather, turns_of
 from ragen_pl.rollout.chat_answers import Answer
 from ragen_pl.rollout.endpoint import ChatEndpoint, Failure, Message
 from ragen_pl.trajectory import Trajectory, Turn
@@ -198,7 +198,9 @@ def read_verdict(reply: str) -> float | None:
 class JudgedReward:
     """Reward the judge's score: term `judge`.
 
-    Only answers of the required form are judged; an episode without any has no term.
+    Only answers of the required form are judged; an episode without any has no term. The answer of an agent program's
+    turn is its tool calls, or its words without any. Turns that are not trained on or are no step of the task are not
+    judged.
 
     Attributes:
         judge: Scores the answers.
@@ -232,8 +234,9 @@ class JudgedReward:
 
     def _spans(self, trajectory: Trajectory) -> list[list[Turn]]:
         """Return the turns that are judged together."""
-        # a summary has no actions
-        valid = [turn for turn in trajectory.turns if turn.action_is_valid and turn.actions]
+        valid = [
+            turn for turn in turns_of([trajectory]) if turn.is_task_step and turn.action_is_valid
+        ]
         if self.scope is not JudgeScope.EPISODE:
             return [[turn] for turn in valid]
         return [valid] if valid else []

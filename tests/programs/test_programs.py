@@ -15,6 +15,7 @@ from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.rewards.judged import JudgedReward, RubricJudge
 from ragen_pl.trajectory import EpisodeStatus
 
 
@@ -109,6 +110,22 @@ report(reward=0, success=False)
         metrics = RolloutStatistics()
         metrics.update([episode])
         assert "success_reported" not in metrics.compute()
+
+
+def test_words_of_a_program_are_judged(play, script):
+    """Not those that the policy is not trained on, or that are no step of the task."""
+    body = """
+ask("say please")
+ask("and thanks")
+ask("is that polite?", metadata={"train": "false"})
+ask("take notes", metadata={"advances": "false"})
+report(reward=0)
+"""
+    says = ["please", "<think>thanks</think>no", "please", "please"]
+    judge = RubricJudge(criteria={"polite": {"pattern": "please", "points": 1.0}})
+    (episode,) = play(script(body), lambda _, turn: says[turn])
+    JudgedReward(judge=judge, weight=1.0, scope="turn")([episode], gather=lambda each: [each])
+    assert [turn.reward_terms.get("judge") for turn in episode.turns] == [1.0, 0.0, None, None]
 
 
 @pytest.mark.parametrize(
