@@ -136,6 +136,8 @@ class EnvironmentManager:
         # environments whose turn is under way, by the number of the turn
         self._stepping: dict[int, EnvironmentSlot] = {}
         weakref.finalize(self, _close_all, self._usable, self._workers)
+        # the manager whose environments these are: they are closed at its end
+        self._lender: EnvironmentManager | None = None
 
     @property
     def managers_by_name(self) -> Mapping[str, EnvironmentManager]:
@@ -149,7 +151,7 @@ class EnvironmentManager:
     def holding_out(self, keys: Collection[str]) -> EnvironmentManager:
         """Return a manager of the same environments whose resets do not draw these initial states."""
         held = copy.copy(self)
-        held.held_out = frozenset(keys)
+        held.held_out, held._lender = frozenset(keys), self
         return held
 
     @property

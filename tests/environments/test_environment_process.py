@@ -1,5 +1,6 @@
 """Environments in processes: what hangs, dies, prints or needs too much memory costs its own episode."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -88,6 +89,23 @@ def test_processes_end_with_the_manager():
     manager.close(slots)
     del manager, slots
     assert process.wait(60) == 0
+
+
+def test_a_manager_that_holds_states_out_keeps_the_environments_of_the_first_one():
+    manager = EnvironmentManager(target="envs.bandit.Bandit", process=True, timeout_s=60.0)
+    spec = EpisodeSpec(group=0, member=0, seed=0)
+    (slot,) = slots = manager.open([spec])
+    process = slot.env.process
+    manager.close(slots)
+    held = manager.holding_out({"another"})
+    del manager, slots, slot
+    gc.collect()
+    (slot,) = slots = held.open([spec])
+    assert slot.error is None and slot.env.process is process
+    held.close(slots)
+    del held, slots, slot
+    gc.collect()
+    assert process.wait(10.0) == 0
 
 
 def test_an_episode_is_the_same_in_a_process():
