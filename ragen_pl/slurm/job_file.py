@@ -50,6 +50,8 @@ _SCRIPT = """\
 #!/bin/bash
 {options}
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
+# from SLURM 22.05 on srun does not read the job's own
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 {setup}srun --kill-on-bad-exit=1 {command}
 code=$?
 # 0: ended; 2: refused in one line, a run without progress among others; 130: Ctrl-C; others are started again

@@ -84,6 +84,20 @@ def test_a_job_is_requeued_so_many_times_at_most(tmp_path, most, requeues, reque
     assert found == requeued and (line in err) != requeued
 
 
+@pytest.mark.parametrize("cpus", ["12", None])
+def test_ranks_get_the_cpus_that_the_job_asks_for(tmp_path, cpus, monkeypatch):
+    # srun reads the job's own up to SLURM 22.05 only
+    text = job_file(composed("env=frozenlake"), SlurmSettings(), folder=tmp_path, arguments=[])
+    before, _, _ = text.partition("srun --kill-on-bad-exit=1 ")
+    for name in ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    if cpus is not None:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
+    script = before.replace("scontrol", "true") + 'env | grep "^SRUN_CPUS" || true'
+    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ("" if cpus is None else f"SRUN_CPUS_PER_TASK={cpus}")
+
+
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
     """An sbatch that takes every job, and its answer's file."""
