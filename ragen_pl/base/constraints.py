@@ -315,3 +315,14 @@ def shown(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def shown_path(path: str) -> str:
+    """Return a path as the value of an override, in quotes where Hydra's grammar needs them.
+
+    >>> shown_path("runs/a b/last.ckpt"), shown_path("runs (1)/last.ckpt")
+    ('runs/a b/last.ckpt', "'runs (1)/last.ckpt'")
+    """
+    if re.fullmatch(r"[\w./:+@-]+( +[\w./:+@-]+)*", path, re.ASCII):
+        return path
+    return "'" + path.replace("'", r"\'") + "'"

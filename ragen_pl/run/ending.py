@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ragen_pl.base.constraints import shown_path
 from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.base.stop_signals import Stopped, report
 from ragen_pl.callbacks.summary import resume_hint, run_overrides
@@ -46,7 +47,7 @@ def how_to_go_on(run: Run) -> str:
     else:
         saved, checkpoint = f"{_saved_of_warm_start(run)}, no checkpoint yet", "last"
         if not any(argument.startswith("paths.run_dir=") for argument in arguments):
-            arguments.append(f"paths.run_dir={run.folder}")
+            arguments.append(f"paths.run_dir={shown_path(str(run.folder))}")
     return f"{saved}; resume with: {resume_hint(arguments, checkpoint=checkpoint)}"
 
 

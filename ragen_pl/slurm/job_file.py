@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -98,13 +99,15 @@ def job_file(
         f"--signal=TERM@{settings.signal_s}",
         f"--output={folder / 'slurm-%j.txt'}",
         f"--chdir={Path.cwd()}",
-        *settings.options,
     ]
+    # those in quotes are written as sbatch reads them
+    quoted = [*map(_quoted, options)]
+    quoted += [each if set(each) & set("\"'") else _quoted(each) for each in settings.options]
     command = [sys.executable, "-m", "ragen_pl.fit", *arguments]
     most = settings.max_requeues
     limit = "" if most is None else _LIMIT.format(most=most)
     return _SCRIPT.format(
-        options="\n".join(f"#SBATCH {_quoted(option)}" for option in options),
+        options="\n".join(f"#SBATCH {option}" for option in quoted),
         setup="" if settings.setup is None else f"{settings.setup}\n",
         command=" ".join(map(shlex.quote, command)),
         limit=limit,
@@ -132,4 +135,5 @@ def _option(name: str, value: object) -> list[str]:
 def _quoted(option: str) -> str:
     """Return an option as sbatch reads it in a comment."""
     name, is_set, value = option.partition("=")
-    return f'{name}{is_set}"{value}"' if set(value) & set(" \t") else option
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'{name}{is_set}"{escaped}"' if set(value) & set(" \t\"'#\\") else option

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 from rich.console import Console
 from support.episodes.trajectories import make_trajectory, make_turn
@@ -332,3 +334,7 @@ def test_commands_are_quoted_for_a_shell() -> None:
     assert resume_command(["+ckpt_path=x", "a=[1,2]"], checkpoint="/c.ckpt") == (
         "python -m ragen_pl.fit 'a=[1,2]' ckpt_path=/c.ckpt"
     )
+    # Hydra's grammar takes few characters without quotes
+    words = shlex.split(resume_command([], checkpoint="/Übung (1)/it's.ckpt"))
+    parsed = OverridesParser.create().parse_override(words[-1])
+    assert (parsed.key_or_group, parsed.value()) == ("ckpt_path", "/Übung (1)/it's.ckpt")

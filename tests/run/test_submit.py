@@ -119,6 +119,33 @@ def test_a_job_is_written_into_the_runs_folder_and_submitted(sbatch, tmp_path):
     assert "seed: 3" in saved and "${" not in saved and is_own(folder / "config.yaml")
 
 
+@pytest.mark.parametrize(
+    "name", ["a b", "Universität (2)", "o'brien", 'a"b', "a,b=c", "run#3", "back\\slash"]
+)
+def test_a_job_reads_paths_as_they_are(name, sbatch, tmp_path, monkeypatch):
+    place = tmp_path / name
+    place.mkdir()
+    monkeypatch.chdir(place)
+    folder = command.submit(
+        ["env=frozenlake", "slurm.options=['--comment=my # job', '--constraint=\"[a|b]\"']"]
+    )
+    assert folder.parent == place / "runs" / "frozenlake"
+    text = (folder / "job.sbatch").read_text()
+    # sbatch reads quotes, backslashes and comments as a shell does
+    read = [shlex.split(option, comments=True) for option in options(text)]
+    for option in (
+        f"--output={folder}/slurm-%j.txt",
+        f"--chdir={place}",
+        "--comment=my # job",
+        "--constraint=[a|b]",
+    ):
+        assert [option] in read
+    (run,) = (line for line in text.splitlines() if line.startswith("srun"))
+    overrides = shlex.split(run)[shlex.split(run).index("ragen_pl.fit") + 1 :]
+    cfg = composed(*overrides)
+    assert (cfg.paths.run_dir, cfg.ckpt_path) == (str(folder), "auto")
+
+
 def test_a_dry_run_prints_the_file_only(sbatch, tmp_path, capsys):
     folder = command.submit(["env=frozenlake", "dry_run=true", "slurm.time=1-00:00:00"])
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=frozenlake\n")
