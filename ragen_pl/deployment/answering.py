@@ -95,18 +95,19 @@ class PolicyAnswers:
             if batch:
                 self._engine.submit([asked.request for asked in batch], keep=False)
             finished = self._engine.collect(wait=not self._engine.continuous)
-            done = [(self._sampled.pop(session), generation) for session, generation in finished]
+            done = [(self._sampled[session], generation) for session, generation in finished]
             self._check([asked.request for asked, _ in done], [given for _, given in done])
         # of the engine, whatever it is: out of memory, a server that has ended, weights that are NaN
         except Exception:
             log.exception("the engine failed")
             self._engine.release()
-            failed, self._sampled = [*self._sampled.values(), *batch], {}
+            failed, self._sampled = [*self._sampled.values()], {}
             for asked in failed:
                 error = _failed("the engine failed", code="engine_failed")
                 asked.call.session.answer(asked.call, error)
             return
         for asked, generation in done:
+            self._sampled.pop(asked.request.session, None)
             self._answer(asked, generation)
         if not self._sampled:
             # features of images

@@ -170,6 +170,28 @@ def test_too_long_request_and_failing_engine_end_nothing(serve):
     assert post(served.server, HELLO, key=key)[0] == 200
 
 
+def test_a_response_that_no_policy_can_have_sampled_ends_all_requests(serve, monkeypatch):
+    served, looks = serve(), []
+    monkeypatch.setattr(served.engine, "continuous", True)
+
+    def later(*, wait):
+        # one of both requests has finished, after the steps that began them
+        looks.append(len(served.engine.pending))
+        if looks.count(2) < 2:
+            return []
+        session, generation = served.engine.pending.pop()
+        generation.logprobs[0] = np.nan
+        return [(session, generation)]
+
+    monkeypatch.setattr(served.engine, "collect", later)
+    key = served.open()
+    connections = [send(served.server, HELLO | {"user": str(n)}, key=key) for n in range(2)]
+    for connection in connections:
+        connection.sock.settimeout(10)
+        assert connection.getresponse().status == 503
+        connection.close()
+
+
 def test_many_clients_at_once(serve):
     served = serve(num_envs=4)
     keys = [served.open() for _ in range(3)]
