@@ -189,6 +189,18 @@ def test_autocast_and_parts_of_limited_bytes(lm):
         close(one, other)
 
 
+def test_a_long_prompt_and_a_long_response_share_the_limit_of_bytes(lm):
+    # rows have room for both, whichever request has which
+    requests = [
+        make_request(words(lm, "me " * 400), session=0, tokens=8),
+        make_request(words(lm, "me"), session=1, tokens=400),
+    ]
+    limit = 2 * engine_of(lm).session_bytes(512)
+    engine = engine_of(lm, cache_bytes=limit, **STATIC)
+    generate(engine, requests, keep=False)
+    assert 0 < engine.static_bytes <= limit
+
+
 def test_a_step_reads_nothing_on_the_host(lm):
     counts = []
     for tokens in (1, 40):

@@ -411,8 +411,10 @@ def static_problem(facts: ModelFacts) -> str | None:
 
 
 def _slots(requests: Sequence[GenerationRequest]) -> int:
-    """Return the tokens of the longest prompt with its response."""
-    return max(len(request.prompt.ids) + request.max_tokens for request in requests)
+    """Return the slots of a row: prompts end in one column, and the longest response begins there."""
+    return max(len(request.prompt.ids) for request in requests) + max(
+        request.max_tokens for request in requests
+    )
 
 
 @contextmanager
