@@ -196,10 +196,10 @@ def orthogonalized(matrix: Tensor, *, steps: int = 5) -> Tensor:
 def hidden_matrices(module: nn.Module) -> set[Tensor]:
     """Return the weights of a module's linear layers, without those of embeddings and of heads.
 
-    A head has as many outputs as the vocabulary, or one.
+    A head has the shape of an embedding, or one output. A table of positions may have as many rows as a hidden matrix.
     """
     embeddings = [part.weight for part in instances(module.modules(), nn.Embedding)]
-    vocabularies = {len(weight) for weight in embeddings}
+    shapes = {weight.shape for weight in embeddings}
     linear = {part.weight for part in instances(module.modules(), nn.Linear)}
-    heads = {weight for weight in linear if len(weight) == 1 or len(weight) in vocabularies}
+    heads = {weight for weight in linear if len(weight) == 1 or weight.shape in shapes}
     return linear - heads - set(embeddings)

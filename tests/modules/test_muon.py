@@ -41,6 +41,14 @@ def test_hidden_matrices_are_those_between_embedding_and_head() -> None:
     assert hidden_matrices(module) == {module[1].weight}
 
 
+def test_hidden_matrices_may_have_as_many_rows_as_a_table_of_positions() -> None:
+    # as the queries of Gemma 3 12B, and the 4096 patches of its image encoder
+    words, positions, head = nn.Embedding(20, 8), nn.Embedding(16, 4), nn.Linear(8, 20, bias=False)
+    queries = nn.Linear(8, 16)
+    module = nn.ModuleList([words, positions, queries, head])
+    assert hidden_matrices(module) == {queries.weight}
+
+
 def test_hidden_matrices_of_the_small_model_leave_out_the_tied_embedding() -> None:
     model = build_small_vlm(seed=0).model
     names = {name for name, weight in model.named_parameters() if weight in hidden_matrices(model)}
