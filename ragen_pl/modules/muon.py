@@ -196,10 +196,12 @@ def orthogonalized(matrix: Tensor, *, steps: int = 5) -> Tensor:
 def hidden_matrices(module: nn.Module) -> set[Tensor]:
     """Return the weights of a module's linear layers, without those of embeddings and of heads.
 
-    A head has the shape of an embedding, or one output. A table of positions may have as many rows as a hidden matrix.
+    A head is that of a model of transformers, or has one output. Other matrices may have the shape of an embedding.
     """
-    embeddings = [part.weight for part in instances(module.modules(), nn.Embedding)]
-    shapes = {weight.shape for weight in embeddings}
-    linear = {part.weight for part in instances(module.modules(), nn.Linear)}
-    heads = {weight for weight in linear if len(weight) == 1 or weight.shape in shapes}
-    return linear - heads - set(embeddings)
+    from transformers import PreTrainedModel
+
+    parts = list(module.modules())
+    heads = [model.get_output_embeddings() for model in instances(parts, PreTrainedModel)]
+    ends = {part.weight for part in (*instances(parts, nn.Embedding), *heads) if part is not None}
+    linear = {part.weight for part in instances(parts, nn.Linear)}
+    return {weight for weight in linear - ends if len(weight) > 1}

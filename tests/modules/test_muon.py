@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ragen_pl.models.build import build_small_vlm
+from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules import muon
 from ragen_pl.modules.muon import MuonAdamW, hidden_matrices, orthogonalized
 from ragen_pl.modules.optimizers import build_optimizer, module_groups, schedule_by_iteration
@@ -41,12 +41,15 @@ def test_hidden_matrices_are_those_between_embedding_and_head() -> None:
     assert hidden_matrices(module) == {module[1].weight}
 
 
-def test_hidden_matrices_may_have_as_many_rows_as_a_table_of_positions() -> None:
-    # as the queries of Gemma 3 12B, and the 4096 patches of its image encoder
-    words, positions, head = nn.Embedding(20, 8), nn.Embedding(16, 4), nn.Linear(8, 20, bias=False)
-    queries = nn.Linear(8, 16)
-    module = nn.ModuleList([words, positions, queries, head])
-    assert hidden_matrices(module) == {queries.weight}
+def test_hidden_matrices_may_have_the_shape_of_an_embedding() -> None:
+    # of a head too, and as many rows as a table of positions
+    text = {"intermediate_size": 512, "tie_word_embeddings": False}
+    model = build_small_lm(seed=0, text=text).model
+    module = nn.ModuleList([model, nn.Embedding(128, 4)])
+    hidden = hidden_matrices(module)
+    others = {n for n, w in model.named_parameters() if w.ndim == 2 and w not in hidden}
+    assert model.model.layers[0].mlp.up_proj.weight.shape == model.lm_head.weight.shape
+    assert others == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_hidden_matrices_of_the_small_model_leave_out_the_tied_embedding() -> None:
