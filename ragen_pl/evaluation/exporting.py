@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.assembly.weights import load_bundle
+from ragen_pl.base.constraints import shown_path
 from ragen_pl.base.files import whole_folder
 from ragen_pl.base.finite import first_non_finite
 from ragen_pl.config.errors import ConfigError
@@ -75,7 +77,8 @@ def export(cfg: DictConfig) -> Path:
             _copy_code(partial)
         write_settings(partial / EXPORTED, OmegaConf.to_yaml(_settings(cfg, bundle, merged=merged)))
     log.info("%-11s%s", "written to", folder)
-    log.info("%-11s%s", "evaluate", f"python -m ragen_pl.evaluate ckpt={folder}")
+    place = shlex.quote(f"ckpt={shown_path(str(folder))}")
+    log.info("%-11s%s", "evaluate", f"python -m ragen_pl.evaluate {place}")
     return folder
 
 

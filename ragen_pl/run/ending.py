@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -35,7 +37,8 @@ def end_of_non_finite(error: NonFiniteError, run: Run) -> str:
     """Return the error's line, with the command that repeats a recorded step and the run's checkpoint."""
     parts = [str(error)]
     if isinstance(error, SkippedStepsError) and error.record is not None:
-        parts.append(f"repeat it with: python -m ragen_pl.replay batch={error.record}")
+        batch = shlex.quote(f"batch={shown_path(str(error.record))}")
+        parts.append(f"repeat it with: python -m ragen_pl.replay {batch}")
     return "; ".join([*parts, how_to_go_on(run)])
 
 

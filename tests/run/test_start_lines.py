@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.loggers import MLFlowLogger
 from support.runs.module_process import ROOT, run_module
 
@@ -51,7 +52,7 @@ main()
 def test_start_names_the_live_view_and_mlflow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, uri = Run(tmp_path / "a run"), f"sqlite:///{tmp_path}/mlflow.db"
+    run, uri = Run(tmp_path / "Ein Lauf (1)"), f"sqlite:///{tmp_path}/mlflow.db"
     with caplog.at_level(logging.INFO):
         report_views(run, [MLFlowLogger(tracking_uri=uri)])
         report_views(run, [])
@@ -59,7 +60,8 @@ def test_start_names_the_live_view_and_mlflow(
     records = [record for record in caplog.records if record.name == "ragen_pl.run.reports"]
     view, mlflow, again = [record.getMessage() for record in records]
     assert view == again and view.startswith("watch it: python -m ragen_pl.watch ")
-    assert shlex.split(view)[-1] == f"run={run.folder}"
+    parsed = OverridesParser.create().parse_override(shlex.split(view)[-1])
+    assert (parsed.key_or_group, parsed.value()) == ("run", str(run.folder))
     assert mlflow == f"MLflow: mlflow ui --backend-store-uri {uri}"
 
 
