@@ -31,7 +31,7 @@ class LeavesEmptySteps(pl.LightningModule):
         super().__init__()
         self.empty_steps: dict[str, int] = {}
         self._has_tokens: Mapping[str, Tensor] = {}
-        self._is_empty = False
+        self._is_empty, self._step_ended = False, True
 
     def has_tokens(self, batch: Minibatch) -> Mapping[str, Tensor]:
         """Return whether a minibatch's optimizer step trains a group of the optimizer, bool `[]`, by its name."""
@@ -43,8 +43,11 @@ class LeavesEmptySteps(pl.LightningModule):
             self.note_tokens(batch)
 
     def note_tokens(self, batch: Minibatch) -> None:
-        """Keep which groups the minibatch's step trains."""
-        self._has_tokens = self.has_tokens(batch)
+        """Keep which groups the step trains; a whole batch as a minibatch knows nothing of the step's earlier ones."""
+        earlier = {} if self._step_ended else self._has_tokens
+        found = self.has_tokens(batch)
+        self._has_tokens = {name: has | earlier.get(name, has) for name, has in found.items()}
+        self._step_ended = False
 
     def leave_empty_groups(self, optimizer: Optimizer) -> None:
         """Drop the gradients of the groups that the step does not train, and count it."""
@@ -61,6 +64,7 @@ class LeavesEmptySteps(pl.LightningModule):
         for name, is_trained in trained.items():
             self.empty_steps[name] = self.empty_steps.get(name, 0) + (not is_trained)
         self._is_empty = bool(trained) and not any(flags)
+        self._step_ended = True
 
     def configure_gradient_clipping(
         self,

@@ -212,6 +212,19 @@ def test_a_module_trained_alone_leaves_empty_steps(setup_of, lm, name):
     assert module.empty_steps == {name: 4}
 
 
+def test_a_step_of_whole_batches_is_empty_if_all_of_them_are(setup_of, lm):
+    module = PolicyModule(setup_of().bundle())
+    batches = [batch_of(lm, kind) for kind in (0, 2, 2, 0, 2, 2)]
+    loader = torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
+    before = copy.deepcopy(module.model.state_dict())
+    trainer = pl.Trainer(**QUIET, max_epochs=1, max_steps=1, accumulate_grad_batches=2)
+    trainer.fit(module, loader)
+    now = module.model.state_dict()
+    assert any(not torch.equal(weight, now[name]) for name, weight in before.items())
+    pl.Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=2).fit(module, loader)
+    assert module.empty_steps == {"policy": 1}
+
+
 def test_a_schedule_by_steps_does_not_count_an_empty_one(warm_start, lm):
     module, _ = warm_start(steps=10)
 
