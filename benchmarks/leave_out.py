@@ -19,11 +19,11 @@ from timing import use_threads
 from ragen_pl.assembly.build import assemble
 from ragen_pl.assembly.start_check import engine_factory
 from ragen_pl.assembly.weights import load_weights
-from ragen_pl.engines.occlusion import LeaveOut
+from ragen_pl.engines import occlusion
 from ragen_pl.engines.protocol import Prompt
 from ragen_pl.metrics.proportions import wilson
 from ragen_pl.prompts.context import ContextManager
-from ragen_pl.rollout import responders
+from ragen_pl.prompts.leave_out import LeaveOut
 from ragen_pl.run.train import quieten
 from ragen_pl.trajectory import Trajectory
 
@@ -45,7 +45,7 @@ def play(
     )  # fmt: skip
     engine = engine_factory(cfg.rollout.engine)(parts.policy)
     engine.load_weights(0)
-    with mock.patch.object(responders, "occlusion_scores", scores or responders.occlusion_scores):
+    with mock.patch.object(occlusion, "occlusion_scores", scores or occlusion.occlusion_scores):
         return validation_set.play(engine, version=0)
 
 
