@@ -127,6 +127,7 @@ _ALL_ONE = tuple(
 # demonstrations of shortest paths, without plans
 _SOLVER = ("warm_start.demonstrator.noise=0.0", "warm_start.demonstrator.base=optimal")
 
+_COPY = "rollout.engine._target_=support.models.copy_engine.CopyEngine"
 _SLIPPERY = ("env.kwargs.slip_probability=0.6667", "env.max_turns=20")
 _WHOLE_HISTORY = ("context.window=all", "warm_start.batch_size=16", "warm_start.steps=600")
 
@@ -221,7 +222,8 @@ FINDINGS: dict[str, Finding] = {
             "1 epoch": ("update.epochs=1",),
             "2 epochs": ("update.epochs=2",),
             "5 epochs": ("update.epochs=5",),
-            "1 epoch, one iteration ahead": ("update.epochs=1", "rollout.iterations_ahead=1"),
+            # the rollout is sampled by a copy of the policy, as a server would
+            "1 epoch, one iteration ahead": ("update.epochs=1", "rollout.iterations_ahead=1", _COPY),
         },
         criterion=Criterion(more="1 epoch", less="5 epochs"),
         iterations=16,

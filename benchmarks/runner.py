@@ -43,11 +43,13 @@ def fit(folder: Path, *overrides: str) -> bool:
         *(sys.executable, "-m", "ragen_pl.fit", *overrides),
         *(f"paths.run_dir='{folder}'", "ckpt_path=auto"),
     ]
+    # arms may name engines of the tests
+    paths = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     began = time.time()
     with (folder / "log.txt").open("a") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": paths},
         )  # fmt: skip
         _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
