@@ -127,7 +127,7 @@ def test_a_reason_is_not_known_before_the_order_is():
 
 
 def test_orders_may_be_found_before_their_requests():
-    """What a clerk has read is a true reason when the request comes."""
+    """A reason that was read before the request comes is a true one."""
     desk, played = SupportDesk(requests=2, grant_fraction=0.0), 0
     for seed in range(40):
         desk.reset(seed=seed)
