@@ -317,12 +317,13 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def shown_path(path: str) -> str:
-    """Return a path as the value of an override, in quotes where Hydra's grammar needs them.
+def path_override(key: str, path: str | Path) -> str:
+    """Return an override of a key by a path, which is in quotes where Hydra's grammar needs them.
 
-    >>> shown_path("runs/a b/last.ckpt"), shown_path("runs (1)/last.ckpt")
-    ('runs/a b/last.ckpt', "'runs (1)/last.ckpt'")
+    >>> path_override("ckpt_path", "runs/a b/last.ckpt"), path_override("run", "runs (1)")
+    ('ckpt_path=runs/a b/last.ckpt', "run='runs (1)'")
     """
-    if re.fullmatch(r"[\w./:+@-]+( +[\w./:+@-]+)*", path, re.ASCII):
-        return path
-    return "'" + path.replace("'", r"\'") + "'"
+    text = str(path)
+    if re.fullmatch(r"[\w./:+@-]+( +[\w./:+@-]+)*", text, re.ASCII):
+        return f"{key}={text}"
+    return f"{key}='" + text.replace("'", r"\'") + "'"

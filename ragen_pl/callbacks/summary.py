@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from rich.table import Table
 
-from ragen_pl.base.constraints import shown_path
+from ragen_pl.base.constraints import path_override
 from ragen_pl.base.phases import wide_console
 from ragen_pl.callbacks.access import mlflow_loggers, record_logger, run_folder
 from ragen_pl.metrics.proportions import reports_success, success_interval
@@ -205,4 +205,4 @@ def resume_command(arguments: Sequence[str], *, checkpoint: str) -> str:
     'python -m ragen_pl.fit env=bandit ckpt_path=runs/a/last.ckpt'
     """
     kept = [argument for argument in arguments if not argument.lstrip("+").startswith("ckpt_path=")]
-    return f"python -m ragen_pl.fit {shlex.join([*kept, f'ckpt_path={shown_path(checkpoint)}'])}"
+    return f"python -m ragen_pl.fit {shlex.join([*kept, path_override('ckpt_path', checkpoint)])}"

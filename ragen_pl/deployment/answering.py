@@ -101,13 +101,13 @@ class PolicyAnswers:
         except Exception:
             log.exception("the engine failed")
             self._engine.release()
-            failed, self._sampled = [*self._sampled.values()], {}
+            failed, self._sampled = list(self._sampled.values()), {}
             for asked in failed:
                 error = _failed("the engine failed", code="engine_failed")
                 asked.call.session.answer(asked.call, error)
             return
         for asked, generation in done:
-            self._sampled.pop(asked.request.session, None)
+            del self._sampled[asked.request.session]
             self._answer(asked, generation)
         if not self._sampled:
             # features of images

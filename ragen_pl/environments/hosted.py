@@ -30,6 +30,7 @@ from ragen_pl.environments.manager import CREATION_FACTOR
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.process import ProcessEnvironment
 from ragen_pl.environments.workers import EnvironmentWorkers
+from ragen_pl.prompts.parsing import action_indices
 from ragen_pl.trajectory import FailureCause, Observation
 
 T = TypeVar("T")
@@ -202,11 +203,10 @@ class HostedEnvironment:
                     "VALIDATION_ERROR", f"message: expected at most {longest} characters"
                 )
             return text
-        wanted = text.strip().casefold()
-        found = [number for number, name in enumerate(names) if name.strip().casefold() == wanted]
-        if not found:
+        number = action_indices(tuple(names)).get(text.strip().casefold())
+        if number is None:
             raise _Refused("VALIDATION_ERROR", f"message: expected one of {', '.join(names)}")
-        return found[0]
+        return number
 
     def _described(self) -> Message:
         members = self._members

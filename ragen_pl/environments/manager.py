@@ -137,7 +137,7 @@ class EnvironmentManager:
         self._stepping: dict[int, EnvironmentSlot] = {}
         weakref.finalize(self, _close_all, self._usable, self._workers)
         # the manager whose environments these are: they are closed at its end
-        self._lender: EnvironmentManager | None = None
+        self._owner: EnvironmentManager | None = None
 
     @property
     def managers_by_name(self) -> Mapping[str, EnvironmentManager]:
@@ -151,7 +151,7 @@ class EnvironmentManager:
     def holding_out(self, keys: Collection[str]) -> EnvironmentManager:
         """Return a manager of the same environments whose resets do not draw these initial states."""
         held = copy.copy(self)
-        held.held_out, held._lender = frozenset(keys), self
+        held.held_out, held._owner = frozenset(keys), self
         return held
 
     @property
@@ -366,7 +366,7 @@ class EnvironmentManager:
 
         The program judges the answer, and limits its turns itself.
         """
-        from ragen_pl.prompts.message_format import action_text, words_of
+        from ragen_pl.prompts.message_format import action_text, content_of
 
         result = TurnResult()
         (answer,) = response.actions
@@ -375,7 +375,7 @@ class EnvironmentManager:
         if response.refused or not result.answer.delivered:
             return result
         if response.valid and not response.calls:
-            result.actions = [words_of(str(answer))]
+            result.actions = [content_of(str(answer))]
         slot.turn += 1
         result.effective = True
         if response.problem is not None:

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.assembly.weights import load_bundle
-from ragen_pl.base.constraints import shown_path
+from ragen_pl.base.constraints import path_override
 from ragen_pl.base.files import whole_folder
 from ragen_pl.base.finite import first_non_finite
 from ragen_pl.config.errors import ConfigError
@@ -77,7 +77,7 @@ def export(cfg: DictConfig) -> Path:
             _copy_code(partial)
         write_settings(partial / EXPORTED, OmegaConf.to_yaml(_settings(cfg, bundle, merged=merged)))
     log.info("%-11s%s", "written to", folder)
-    place = shlex.quote(f"ckpt={shown_path(str(folder))}")
+    place = shlex.quote(path_override("ckpt", folder))
     log.info("%-11s%s", "evaluate", f"python -m ragen_pl.evaluate {place}")
     return folder
 

@@ -6,6 +6,7 @@ a limited size, as data.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 
 from ragen_pl.base import records
 from ragen_pl.base.checked import checked
-from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean
+from ragen_pl.base.constraints import Count, CountOrZero, Seed, did_you_mean, path_override
 from ragen_pl.base.foreign_files import PlainLoader, is_inside, plain_json, settings_text
 from ragen_pl.base.settings_files import FIRST, newest_settings
 from ragen_pl.config.environments import env_settings
@@ -220,7 +221,8 @@ def _numbers(cost: Cost) -> dict[str, float]:
 
 
 def _evaluation_of(place: str) -> str:
-    return f"python -m ragen_pl.evaluate ckpt={place} to=FOLDER, and give that folder"
+    given = shlex.quote(path_override("ckpt", place))
+    return f"python -m ragen_pl.evaluate {given} to=FOLDER, and give that folder"
 
 
 def _panel(env: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class LeavesEmptySteps(pl.LightningModule):
         super().__init__()
         self.empty_steps: dict[str, int] = {}
         self._has_tokens: Mapping[str, Tensor] = {}
-        self._is_empty, self._step_ended = False, True
+        self._is_empty = False
 
     def has_tokens(self, batch: Minibatch) -> Mapping[str, Tensor]:
         """Return whether a minibatch's optimizer step trains a group of the optimizer, bool `[]`, by its name."""
@@ -44,17 +44,15 @@ class LeavesEmptySteps(pl.LightningModule):
 
     def note_tokens(self, batch: Minibatch) -> None:
         """Keep which groups the step trains; a whole batch as a minibatch knows nothing of the step's earlier ones."""
-        earlier = {} if self._step_ended else self._has_tokens
-        found = self.has_tokens(batch)
+        earlier, found = self._has_tokens, self.has_tokens(batch)
         self._has_tokens = {name: has | earlier.get(name, has) for name, has in found.items()}
-        self._step_ended = False
 
     def leave_empty_groups(self, optimizer: Optimizer) -> None:
         """Drop the gradients of the groups that the step does not train, and count it."""
-        names = list(self._has_tokens)
+        found, self._has_tokens = self._has_tokens, {}
         # one wait for the device
-        flags = torch.stack([self._has_tokens[name] for name in names]).tolist() if names else []
-        trained = dict(zip(names, flags, strict=True))
+        flags = torch.stack([*found.values()]).tolist() if found else []
+        trained = dict(zip(found, flags, strict=True))
         for group in optimizer.param_groups:
             # the groups of a module that is trained alone have no names
             name = module_name(group) or next(iter(trained), "")
@@ -64,7 +62,6 @@ class LeavesEmptySteps(pl.LightningModule):
         for name, is_trained in trained.items():
             self.empty_steps[name] = self.empty_steps.get(name, 0) + (not is_trained)
         self._is_empty = bool(trained) and not any(flags)
-        self._step_ended = True
 
     def configure_gradient_clipping(
         self,

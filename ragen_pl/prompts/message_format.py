@@ -159,8 +159,8 @@ def action_text(call: Message) -> str:
     return json.dumps(call["function"], ensure_ascii=False)
 
 
-def words_of(answer: str) -> str:
-    """Return the words of the answer to a program's request, without the reasoning before them.
+def content_of(answer: str) -> str:
+    """Return the content of the answer to a program's request, without the reasoning before them.
 
     Args:
         answer: Its JSON, see `ragen_pl.rollout.requests`.

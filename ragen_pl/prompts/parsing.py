@@ -100,7 +100,7 @@ def named_actions(
     answer = answer.strip()
     if action_names is None:
         return [answer] if answer else []
-    indices = _indices(tuple(action_names))
+    indices = action_indices(tuple(action_names))
     names = [name.strip().casefold() for name in answer.split(separator)]
     known = all(name in indices for name in names)
     return [indices[name] for name in names[:max_actions]] if known else []
@@ -129,7 +129,7 @@ def label_tokens(parsed: ParsedResponse, ends: Sequence[int], *, end_sampled: bo
 
 
 @lru_cache
-def _indices(action_names: tuple[str, ...]) -> dict[str, int]:
+def action_indices(action_names: tuple[str, ...]) -> dict[str, int]:
     """Return the index of each action by its name without regard to case and outer whitespace."""
     return {name.strip().casefold(): index for index, name in enumerate(action_names)}
 

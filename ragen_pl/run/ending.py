@@ -7,7 +7,7 @@ import shlex
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ragen_pl.base.constraints import shown_path
+from ragen_pl.base.constraints import path_override
 from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.base.stop_signals import Stopped, report
 from ragen_pl.callbacks.summary import resume_hint, run_overrides
@@ -37,7 +37,7 @@ def end_of_non_finite(error: NonFiniteError, run: Run) -> str:
     """Return the error's line, with the command that repeats a recorded step and the run's checkpoint."""
     parts = [str(error)]
     if isinstance(error, SkippedStepsError) and error.record is not None:
-        batch = shlex.quote(f"batch={shown_path(str(error.record))}")
+        batch = shlex.quote(path_override("batch", error.record))
         parts.append(f"repeat it with: python -m ragen_pl.replay {batch}")
     return "; ".join([*parts, how_to_go_on(run)])
 
@@ -50,7 +50,7 @@ def how_to_go_on(run: Run) -> str:
     else:
         saved, checkpoint = f"{_saved_of_warm_start(run)}, no checkpoint yet", "last"
         if not any(argument.startswith("paths.run_dir=") for argument in arguments):
-            arguments.append(f"paths.run_dir={shown_path(str(run.folder))}")
+            arguments.append(path_override("paths.run_dir", run.folder))
     return f"{saved}; resume with: {resume_hint(arguments, checkpoint=checkpoint)}"
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from ragen_pl.assembly.build import choose_accelerator
-from ragen_pl.base.constraints import shown_path
+from ragen_pl.base.constraints import path_override
 from ragen_pl.base.instances import instances
 from ragen_pl.callbacks.summary import open_command
 from ragen_pl.chat_formats.messages import History
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 def report_views(run: Run, loggers: Sequence[Logger]) -> None:
     """Log how the run can be watched while it trains: by its folder, and in MLflow."""
-    place = f"run={shown_path(str(run.folder))}"
-    log.info(f"watch it: python -m ragen_pl.watch {shlex.quote(place)}")
+    place = shlex.quote(path_override("run", run.folder))
+    log.info(f"watch it: python -m ragen_pl.watch {place}")
     for logger in instances(loggers, MLFlowLogger):
         log.info(f"MLflow: {open_command(str(logger._tracking_uri))}")
 

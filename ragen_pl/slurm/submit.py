@@ -15,7 +15,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from ragen_pl.base.constraints import shown_path
+from ragen_pl.base.constraints import path_override
 from ragen_pl.checkpoints.folder import time_stamped
 from ragen_pl.config import ConfigError, check_config, check_packages
 from ragen_pl.config.composition import compose_overrides
@@ -94,7 +94,7 @@ def submit(arguments: Sequence[str]) -> Path:
             "paths.run_dir to the run's folder"
         )
     overrides = [word for word in overrides if not word.startswith("paths.run_dir=")]
-    overrides.append(f"paths.run_dir={shown_path(str(folder))}")
+    overrides.append(path_override("paths.run_dir", folder))
     cfg.ckpt_path, cfg.paths.run_dir = "auto", str(folder)
     directory = [f"--config-dir={Path(args.config_dir).resolve()}"] if args.config_dir else []
     text = job_file(cfg, settings, folder=folder, arguments=[*directory, *overrides])
