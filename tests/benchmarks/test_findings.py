@@ -25,6 +25,12 @@ def findings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module("finding_cases")
+
+
+@pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return import_module("findings_report")
@@ -65,7 +71,7 @@ def test_every_arm_composes_and_differs_from_the_others_in_what_it_names(
     ],
 )
 def test_verdict(
-    findings: ModuleType,
+    cases: ModuleType,
     report: ModuleType,
     low: float,
     value: float,
@@ -73,28 +79,32 @@ def test_verdict(
     seeds: int,
     expected: str,
 ) -> None:
-    criterion = findings.Criterion(more="a", less="b", least=0.02)
+    criterion = cases.Criterion(more="a", less="b", least=0.02)
     assert report.verdict(Estimate(value, low, high), criterion, seeds=seeds) == expected
 
 
 @pytest.mark.slow
 def test_a_finding_is_run_once_and_reported(
-    findings: ModuleType, report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    findings: ModuleType,
+    cases: ModuleType,
+    report: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = tuple(
         line for line in SMALL if not line.startswith(("trainer.", "callbacks.", "logger="))
     )
-    tiny = findings.Finding(
+    tiny = cases.Finding(
         question="Does an update help?",
         claim="It does.",
         source="this test",
         task="tiny",
         arms={"one epoch": ("update.epochs=1",), "two epochs": ("update.epochs=2",)},
-        criterion=findings.Criterion(more="two epochs", less="one epoch"),
+        criterion=cases.Criterion(more="two epochs", less="one epoch"),
         iterations=2,
         followed="turns",
     )
-    monkeypatch.setitem(findings.TASKS, "tiny", small)
+    monkeypatch.setitem(cases.TASKS, "tiny", small)
     declared = {"tiny": tiny, "later": replace(tiny, question="And later?")}
     monkeypatch.setattr(findings, "FINDINGS", declared)
     # of a start that was killed
@@ -131,6 +141,11 @@ def test_a_finding_is_run_once_and_reported(
     first = replace(curves[0], seconds=np.array([0.0, 4.0, 8.0]), success=np.array([0.0, 0.2, 1.0]))
     assert [first.success_at(at) for at in (2.0, 6.0, 8.0)] == pytest.approx([0.1, 0.6, 1.0])
     assert (tmp_path / "findings_tiny.png").stat().st_size > 1000
+    # a run of other settings is another run
+    declared["later"] = replace(tiny, overrides=("update.epochs=3",))
+    others = {one.folder(tmp_path).parent.name for one in findings.cells("later", seeds=1)}
+    assert others and not others & {folder.parent.name for folder in costs}
+    declared["later"] = replace(tiny, question="And later?")
     # on another machine, which has other findings' runs or none
     declared["tiny"] = replace(tiny, remark="A remark.")
     report.write_report(declared, findings.cells, out=tmp_path / "none", page=page)
