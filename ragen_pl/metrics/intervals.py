@@ -6,7 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ragen_pl.metrics.proportions import Proportion, clustered_wilson, wilson
+from ragen_pl.metrics.proportions import (
+    Proportion,
+    cluster_variance,
+    clustered_wilson,
+    wilson,
+)
 from ragen_pl.metrics.rollout import ENVIRONMENT_METRICS, rollout_metrics
 from ragen_pl.metrics.shown import SIMULATED_USER
 from ragen_pl.trajectory import EpisodeStatus, Trajectory
@@ -25,18 +30,24 @@ _ROLLOUT_METRICS = (
 def clustered(successes: Sequence[Sequence[bool]]) -> Proportion:
     """Return the fraction of successes over samples of several groups, with its 95% interval.
 
-    The interval is that of `clustered_wilson` with the observed variance between the groups' means.
+    The interval is that of `clustered_wilson` with the variance of `cluster_variance`.
 
     Args:
         successes: For each group, whether each of its samples succeeded.
     """
-    means = [sum(samples) / len(samples) for samples in successes]
-    count, total = len(means), sum(map(len, successes))
-    rate = sum(map(sum, successes)) / total
+    sizes, sums = [len(samples) for samples in successes], [sum(samples) for samples in successes]
+    count, total = len(sizes), sum(sizes)
+    rate = sum(sums) / total
     if total == count or count < 2:
         return wilson(rate, count=total if total == count else count)
-    center = sum(means) / count
-    variance = sum((mean - center) ** 2 for mean in means) / (count - 1) / count
+    variance = cluster_variance(
+        rate,
+        clusters=count,
+        samples=total,
+        size_squares=sum(size**2 for size in sizes),
+        products=sum(size * own for size, own in zip(sizes, sums, strict=True)),
+        squares=sum(own**2 for own in sums),
+    )
     return clustered_wilson(rate, variance=variance, groups=count, samples=total)
 
 

@@ -65,6 +65,37 @@ def clustered_wilson(
     return wilson(proportion, count=min(max(trials, groups), samples))
 
 
+def cluster_variance(
+    mean: float,
+    *,
+    clusters: float,
+    samples: float,
+    size_squares: float,
+    products: float,
+    squares: float,
+) -> float:
+    """Return the cluster-robust variance of a mean over samples of clusters, whose samples are correlated.
+
+    G / (G - 1) sum_g (s_g - n_g mean)^2 / N^2 of G clusters with n_g samples of sum s_g, N in all (Liang and Zeger,
+    1986).
+
+    Args:
+        mean: Mean of all samples.
+        clusters: G, two or more.
+        samples: N.
+        size_squares: Sum of n_g^2.
+        products: Sum of n_g s_g.
+        squares: Sum of s_g^2.
+
+    >>> cluster_variance(0.5, clusters=2, samples=4, size_squares=8, products=4, squares=4)
+    0.25
+    """
+    deviations = squares - 2 * mean * products + mean**2 * size_squares
+    # rounding; NaN stays
+    deviations = 0.0 if deviations < 0 else deviations
+    return deviations * clusters / (clusters - 1) / samples**2
+
+
 def success_interval(metrics: Mapping[str, float], prefix: str = "") -> Proportion:
     """Return the success with the interval that was recorded, else with that of independent episodes.
 

@@ -15,7 +15,7 @@ import numpy as np
 from ragen_pl.base.distributed import gather_over_ranks
 from ragen_pl.base.finite import largest
 from ragen_pl.base.prompt_formats import without_plan
-from ragen_pl.metrics.proportions import Z, clustered_wilson
+from ragen_pl.metrics.proportions import Z, cluster_variance, clustered_wilson
 from ragen_pl.metrics.sums import NamedSums, ratio
 from ragen_pl.trajectory import (
     DIFFERENCES,
@@ -323,14 +323,21 @@ def _intervals(total: Mapping[str, float]) -> dict[str, float]:
     if not 1 < games < episodes:
         return {}
 
-    def variance_of(mean: float, products: float, squares: float) -> float:
-        deviations = squares - 2 * mean * products + mean**2 * total["game_size_square"]
-        return largest(0.0, deviations) * games / (games - 1) / episodes**2
+    def variance_of(name: str, mean: float) -> float:
+        return cluster_variance(
+            mean,
+            clusters=games,
+            samples=episodes,
+            size_squares=total["game_size_square"],
+            products=total[f"game_{name}"],
+            squares=total[f"game_{name}_square"],
+        )
 
     success, mean_return = total["successes"] / episodes, total["return"] / episodes
-    success_variance = variance_of(success, total["game_successes"], total["game_successes_square"])
-    half = Z * variance_of(mean_return, total["game_return"], total["game_return_square"]) ** 0.5
-    interval = clustered_wilson(success, variance=success_variance, groups=games, samples=episodes)
+    half = Z * variance_of("return", mean_return) ** 0.5
+    interval = clustered_wilson(
+        success, variance=variance_of("successes", success), groups=games, samples=episodes
+    )
     return {
         "success_low": interval.low,
         "success_high": interval.high,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -76,7 +77,8 @@ class RubricJudge:
         criteria: `{"pattern": regular expression, "points": number}` by name.
 
     Raises:
-        ValueError: A criterion is not such a dict, a pattern is no regular expression, or no points are positive.
+        ValueError: A criterion is not such a dict, points are not finite, a pattern is no regular expression, or no
+            points are positive.
     """
 
     # a pattern may take exponential time
@@ -90,6 +92,10 @@ class RubricJudge:
             if set(criterion) != {"pattern", "points"}:
                 raise ValueError(
                     f"criteria.{name}: found the keys {sorted(criterion)}, expected pattern and points"
+                )
+            if not math.isfinite(criterion["points"]):
+                raise ValueError(
+                    f"criteria.{name}.points={criterion['points']} is no finite number; set 1.0"
                 )
             try:
                 re.compile(criterion["pattern"])

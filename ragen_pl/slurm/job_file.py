@@ -97,7 +97,8 @@ def job_file(
         "--requeue",
         "--open-mode=append",
         f"--signal=TERM@{settings.signal_s}",
-        f"--output={folder / 'slurm-%j.txt'}",
+        # sbatch replaces patterns such as %j in it
+        f"--output={str(folder).replace('%', '%%')}/slurm-%j.txt",
         f"--chdir={Path.cwd()}",
     ]
     # those in quotes are written as sbatch reads them

@@ -56,6 +56,10 @@ def test_samples_of_a_group_are_not_independent_trials() -> None:
     mixed = [[True, False] * 4] * 10
     assert clustered(mixed).low <= 0.5 <= clustered(mixed).high
     assert clustered([[True], [False]]) == wilson(0.5, count=2)
+    # a large group counts by its samples
+    uneven = [[True] * 6 + [False] * 2, *[[True] + [False] * 3] * 2]
+    variance = 3 / 2 * ((6 - 4) ** 2 + 2 * (1 - 2) ** 2) / 16**2
+    assert clustered(uneven) == wilson(0.5, count=0.25 / variance)
 
 
 def test_validation_metrics_by_hand() -> None:

@@ -82,6 +82,7 @@ def test_patterns_earn_their_points_once_in_any_answer():
 @pytest.mark.parametrize(("criterion", "message"), [
     ({"pattern": "(", "points": 1.0}, r"criteria\.one\.pattern='\(' is no regular expression"),
     ({"pattern": "a", "points": -1.0}, "found none with positive points"),
+    ({"pattern": "a", "points": float("nan")}, r"criteria\.one\.points=nan is no finite number"),
     ({"pattern": "a"}, r"criteria\.one: found the keys \['pattern'\]"),
 ])  # fmt: skip
 def test_wrong_criteria_are_refused(criterion, message):

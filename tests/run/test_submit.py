@@ -120,7 +120,7 @@ def test_a_job_is_written_into_the_runs_folder_and_submitted(sbatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["a b", "Universität (2)", "o'brien", 'a"b', "a,b=c", "run#3", "back\\slash"]
+    "name", ["a b", "Universität (2)", "o'brien", 'a"b', "a,b=c", "run#3", "back\\slash", "50%j"]
 )
 def test_a_job_reads_paths_as_they_are(name, sbatch, tmp_path, monkeypatch):
     place = tmp_path / name
@@ -134,7 +134,7 @@ def test_a_job_reads_paths_as_they_are(name, sbatch, tmp_path, monkeypatch):
     # sbatch reads quotes, backslashes and comments as a shell does
     read = [shlex.split(option, comments=True) for option in options(text)]
     for option in (
-        f"--output={folder}/slurm-%j.txt",
+        f"--output={str(folder).replace('%', '%%')}/slurm-%j.txt",
         f"--chdir={place}",
         "--comment=my # job",
         "--constraint=[a|b]",
