@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 
 from finding_cases import FINDINGS, Finding, Overrides
-from runner import QUIET, ROOT, fit
+from runner import QUIET, ROOT, fit, is_finished
 
 # of all runs
 _COMMON = (
@@ -91,19 +89,19 @@ def cells(name: str, *, seeds: int) -> list[Cell]:
 
 
 def run(name: str, out: Path, *, seeds: int, jobs: int) -> None:
-    """Run a finding, several runs at once: each warm start before the first run that needs it."""
-    # runs that share a warm start wait for it
-    locks: dict[Path, Lock] = defaultdict(Lock)
+    """Run a finding, several runs at once: first the warm starts that runs share, then the runs that have theirs."""
+    planned = cells(name, seeds=seeds)
+    sharing = {cell.start(out): cell for cell in planned}
 
-    def run_cell(cell: Cell) -> None:
-        start = cell.start(out)
-        with locks[start]:
-            has_start = fit(start, *cell.start_overrides())
-        if has_start:
-            fit(cell.folder(out), *cell.overrides(out))
+    def begin(cell: Cell) -> bool:
+        return fit(cell.start(out), *cell.start_overrides())
+
+    def train(cell: Cell) -> bool:
+        return fit(cell.folder(out), *cell.overrides(out))
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run_cell, cells(name, seeds=seeds)))
+        list(pool.map(begin, sharing.values()))
+        list(pool.map(train, [cell for cell in planned if is_finished(cell.start(out))]))
 
 
 def main() -> None:
