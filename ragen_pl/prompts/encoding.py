@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +26,8 @@ _MARK = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")
 
 # characters of a token: a response has thousands of tokens
 _LONGEST_TOKEN = 4096
+# what a part of a character decodes to, and tokens without the end of one that are decoded together
+_UNKNOWN, _MOST_OPEN = "\ufffd", 64
 
 
 class TextEncoder:
@@ -225,13 +226,22 @@ class TextEncoder:
     def pieces(self, ids: np.ndarray) -> list[str]:
         """Return the text of each token of a response, see `Context.pieces`; ends have none."""
         kept = [token for token in ids.tolist() if token not in self._ends]
-        pieces = [self._bundle.piece(token) for token in kept]
-        if any("\ufffd" in piece for piece in pieces):
-            texts = [self._bundle.decode(kept[: end + 1]) for end in range(len(kept))]
-            lengths = [0, *(len(text.rstrip("\ufffd")) for text in texts)]
-            lengths[-1] = len(texts[-1])
-            ends = np.maximum.accumulate(lengths)
-            pieces = [texts[-1][a:b] for a, b in pairwise(ends)]
+        pieces: list[str] = []
+        # tokens up to the end of a character, and how much of their text the pieces have
+        open_tokens: list[int] = []
+        text, shown = "", 0
+        for token in kept:
+            open_tokens.append(token)
+            is_first = len(open_tokens) == 1
+            text = self._bundle.piece(token) if is_first else self._bundle.decode(open_tokens)
+            is_whole = not text.endswith(_UNKNOWN) or len(open_tokens) == _MOST_OPEN
+            length = max(shown, len(text if is_whole else text.rstrip(_UNKNOWN)))
+            pieces.append(text[shown:length])
+            shown = length
+            if is_whole:
+                open_tokens, shown = [], 0
+        if open_tokens:
+            pieces[-1] += text[shown:]
         return pieces + [""] * (len(ids) - len(kept))
 
     def _split(self, text: str) -> tuple[str, str]:

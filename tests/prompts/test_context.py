@@ -316,3 +316,22 @@ def test_pieces_of_sampled_bytes_join_to_the_decoded_text(lm, ids):
 def test_character_of_several_tokens_belongs_to_the_last_token(lm):
     context = ContextManager(lm)
     assert context.pieces(context.encode_response("aé€b"))[:-1] == ["a", "", "é", "", "", "€", "b"]
+
+
+@pytest.mark.parametrize("start", ["€", "\ufffd" * 300])
+def test_the_text_of_a_long_response_takes_work_in_proportion_to_its_length(lm, monkeypatch, start):
+    context, decode, decoded = ContextManager(lm), lm.tokenizer.decode, []
+
+    def counted(ids, **settings):
+        decoded.append(len(ids))
+        return decode(ids, **settings)
+
+    text = start + "Up Left " * 500
+    ids = context.encode_response(text)
+    if start != "€":
+        # parts of characters without an end
+        ids = ids[np.arange(len(ids)) % 3 != 2]
+    monkeypatch.setattr(lm.tokenizer, "decode", counted)
+    pieces = context.pieces(ids)
+    assert len(pieces) == len(ids) and sum(decoded) < 40 * len(ids)
+    assert start != "€" or "".join(pieces) == text
