@@ -66,7 +66,7 @@ def workload_of(cfg: DictConfig, bundle: ModelBundle) -> Workload:
 def _alone(cfg: DictConfig, bundle: ModelBundle) -> Workload:
     """Return the sizes of a run with one environment."""
     rollout, turns, whole = cfg.rollout, cfg.env.max_turns, cfg.context.window == "all"
-    system, turn, images = _prompt(cfg, bundle)
+    system, turn, images, grows = _prompt(cfg, bundle)
     response, max_tokens = rollout.max_response_tokens, cfg.context.max_tokens
     # earlier turns are dropped where the context has no room for them
     room = max(1, (max_tokens - system) // (turn + response))
@@ -74,7 +74,7 @@ def _alone(cfg: DictConfig, bundle: ModelBundle) -> Workload:
     prompt = min(system + window * turn + (window - 1) * response, max_tokens - response)
     episodes = math.ceil(rollout.groups / ranks_asked_for(cfg)) * rollout.group_size
     kept = OmegaConf.select(cfg, "algorithm.filter.keep.fraction") or 1.0
-    samples = episodes * kept * (1 if whole else turns)
+    samples = episodes * kept * _samples_of_episode(cfg, window, grows=grows)
     accumulated = cfg.trainer.accumulate_grad_batches
     minibatch = max(1, math.ceil(samples / cfg["update"].minibatches / accumulated))
     return Workload(
@@ -83,7 +83,7 @@ def _alone(cfg: DictConfig, bundle: ModelBundle) -> Workload:
         response=response,
         rows=rows_at_once(cfg, minibatch, prompt + response),
         length=prompt + response,
-        sampled=min(response * (window if whole else 1), prompt + response - 1),
+        sampled=min(response * (window if grows else 1), prompt + response - 1),
         images=images * window,
         new_images=len(images),
         all_images=episodes * turns * len(images),
@@ -92,14 +92,28 @@ def _alone(cfg: DictConfig, bundle: ModelBundle) -> Workload:
     )
 
 
+def _samples_of_episode(cfg: DictConfig, window: int, *, grows: bool) -> int:
+    """Return the number of samples of an episode: of each turn one, unless a prompt continues the one before it.
+
+    Args:
+        cfg: Config of a run with one environment.
+        window: Turns that a prompt shows.
+        grows: Whether a prompt continues the one before it; after a summary another sample begins.
+    """
+    turns: int = cfg.env.max_turns
+    if not grows:
+        return turns
+    return math.ceil(turns / window) if cfg.context.compaction is not None else 1
+
+
 def rows_at_once(cfg: DictConfig, rows: int, length: int) -> int:
     """Return how many of a minibatch's rows of this length one forward and backward pass has."""
     tokens = cfg["update"].tokens_per_microbatch
     return rows if tokens is None else min(rows, max(1, tokens // length))
 
 
-def _prompt(cfg: DictConfig, bundle: ModelBundle) -> tuple[int, int, tuple[np.ndarray, ...]]:
-    """Return the tokens of the system prompt, and tokens and images of a turn.
+def _prompt(cfg: DictConfig, bundle: ModelBundle) -> tuple[int, int, tuple[np.ndarray, ...], bool]:
+    """Return the tokens of the system prompt, tokens and images of a turn, and whether a prompt continues the last one.
 
     Raises:
         ConfigError: The environment fails.
@@ -116,11 +130,18 @@ def _prompt(cfg: DictConfig, bundle: ModelBundle) -> tuple[int, int, tuple[np.nd
         conversation = context.start(instructions, tools=tools)
         ids = context.observe(conversation, observation, max_turns=cfg.env.max_turns).ids
         system = len(conversation.system_prompt_ids)
-        return system, len(ids) - system, images
+        if context.window != 1 and not context.template.is_static:
+            # rendered as a whole: a turn is what a second one adds
+            response = context.encode_response("x")
+            conversation.respond(ids=response, text="x", actions=[])
+            longer = context.observe(conversation, observation, max_turns=cfg.env.max_turns).ids
+            system = 2 * len(ids) + len(response) - len(longer)
+        return system, len(ids) - system, images, context.grows
     text = cfg.context.system_prompt
     system = _estimated_tokens(instructions if text == "instructions" else text)
     of_images = sum(bundle.num_image_tokens(image) for image in images)
-    return system, _estimated_tokens(observation.text) + of_images, images
+    turn = _estimated_tokens(observation.text) + of_images
+    return system, turn, images, cfg.context.window == "all"
 
 
 def _estimated_tokens(text: str | None) -> int:

@@ -275,6 +275,43 @@ def test_images_that_the_context_has_no_room_for_are_not_planned():
     assert plan_memory(cfg).workload.length == workload.length
 
 
+# of templates that drop old reasoning, and that are rendered as a whole
+DROPS = "{% for m in messages %}<|user|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}<|user|>"
+COUNTS = "{% for m in messages %}<|user|>{{ loop.index }}{{ m.content }}<|end|>{% endfor %}<|user|>"
+
+
+@pytest.mark.parametrize("template", [None, DROPS, COUNTS], ids=["keeps", "drops", "counts"])
+def test_samples_of_whole_episodes_are_those_that_the_chat_template_leaves(template, tmp_path):
+    bundle = build_small_lm(text=TEXT)
+    if template is not None:
+        bundle.tokenizer.chat_template = template
+    bundle.save(tmp_path)
+    cfg = on_cpu(
+        "env=frozenlake",
+        *LOADED,
+        f"model.build.path={tmp_path}",
+        "context.window=all",
+        "context.max_tokens=4000",
+        f"context.system_prompt={'rule ' * 100}",
+    )
+    workload = workload_of(cfg, abstract_bundle(cfg))
+    episodes, turns = 16, cfg.env.max_turns
+    assert workload.samples == (episodes if template is None else episodes * turns)
+    assert workload.sampled == workload.response * (turns if template is None else 1)
+    # the system prompt comes once
+    system = len(bundle.tokenizer("rule " * 100)["input_ids"])
+    assert system < workload.prompt < system + turns * 120
+
+
+def test_summaries_divide_an_episode_into_samples():
+    long = ("env=frozenlake", *SMALL, "context.window=all", "context.max_tokens=300")
+    alone, divided = (
+        workload_of(cfg, build_bundle(cfg))
+        for cfg in (on_cpu(*long), on_cpu(*long, "context.compaction={max_summary_tokens: 8}"))
+    )
+    assert alone.length == divided.length and divided.samples == 2 * alone.samples
+
+
 def test_planned_keys_and_values_are_those_of_the_engine(folder):
     cfg = on_cpu("env=frozenlake", *LOADED, f"model.build.path={folder}")
     agent = abstract_agent(cfg)
