@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from os import PathLike, fspath
 from typing import Any
 
@@ -140,8 +141,11 @@ def _literal(key: str, value: object) -> str:
             return "null"
         case bool():
             return str(value).lower()
-        case int() | float():
-            return repr(value)
+        # numpy's numbers, which are shown with their type, too
+        case Integral():
+            return repr(int(value))
+        case Real():
+            return repr(float(value))
         case str() | PathLike():
             return QuotedString(fspath(value), Quote.single).with_quotes()
         case Mapping():

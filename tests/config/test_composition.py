@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
+from signal import Signals
 
 import gymnasium
+import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
@@ -26,6 +28,13 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_le
 def test_a_value_is_the_same_on_the_command_line(value: object) -> None:
     [override] = overrides_of({"key": value}, groups=set())
     assert OverridesParser.create().parse_override(override).value() == value
+
+
+@pytest.mark.parametrize("value", [np.float64(1e-5), np.float32(0.5), np.int64(3), Signals.SIGINT])
+def test_numbers_of_other_types_are_numbers(value) -> None:
+    [override] = overrides_of({"key": value}, groups=set())
+    read = OverridesParser.create().parse_override(override).value()
+    assert read == value and type(read) in (int, float)
 
 
 def test_strings_choose_options_and_dicts_set_keys() -> None:
