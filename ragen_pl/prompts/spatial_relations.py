@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 
 from ragen_pl.base.prompt_formats import BLOCKS
 from ragen_pl.trajectory import Relation, Statement
@@ -40,6 +41,9 @@ _WORDS = {
     (Axis.HORIZONTAL, -1): "Left",
     (Axis.HORIZONTAL, 1): "Right",
 }
+_LETTER = r"[^\W\d_]"
+# between the words of a name, as in "red key" and box_1
+_BETWEEN = r"[\s_-]+"
 # a longer list of things only repeats itself
 _MAX_THINGS = 64
 
@@ -64,7 +68,7 @@ def read_claims(text: str, names: Sequence[str]) -> Claims:
 
     Args:
         text: Any text.
-        names: Things of the environment; plurals are read as singulars.
+        names: Things of the environment, of one or several words; plurals are read as singulars.
 
     >>> sorted(read_claims("The goal is below, to the left; no dragons.", ["goal"]))
     [('goal', <Axis.HORIZONTAL: 'horizontal'>, -1), ('goal', <Axis.VERTICAL: 'vertical'>, 1)]
@@ -79,19 +83,39 @@ def read_claims(text: str, names: Sequence[str]) -> Claims:
 
 def _things(text: str, names: Sequence[str]) -> list[tuple[str, dict[Axis, set[int]]]]:
     """Return the things that a text names, each with the signs of the direction words that follow it."""
-    singular = {name.casefold(): name for name in names}
+    pattern, spelled = _pattern_of(tuple(names))
     things: list[tuple[str, dict[Axis, set[int]]]] = []
-    for word in re.findall(r"[^\W\d_]+", text.casefold()):
-        stems = (word, word.removesuffix("s"), word.removesuffix("es"))
-        name = next((singular[stem] for stem in stems if stem in singular), None)
-        if name is not None:
+    for found in pattern.finditer(text.casefold()):
+        word = found[0]
+        if found["thing"] is not None:
             if len(things) == _MAX_THINGS:
                 break
+            name = spelled[_spelling(found["thing"])]
             things.append((name, {axis: set() for axis in Axis}))
         elif word in _DIRECTIONS and things:
             axis, direction = _DIRECTIONS[word]
             things[-1][1][axis].add(direction)
     return things
+
+
+@lru_cache
+def _pattern_of(names: tuple[str, ...]) -> tuple[re.Pattern[str], dict[str, str]]:
+    """Return a pattern that finds things, by any number of words each, and other words; and things by spelling."""
+    spelled = {_spelling(name): name for name in names}
+    spelled.pop("", None)
+    longest_first = sorted(spelled, key=len, reverse=True)
+    words = [map(re.escape, spelling.split()) for spelling in longest_first]
+    things = "|".join(map(_BETWEEN.join, words)) or "(?!)"
+    # no part of a word or of a number
+    border = r"(?!(?<=\d)\d)"
+    return re.compile(
+        rf"(?<!{_LETTER}){border}(?P<thing>{things})(?:s|es)?(?!{_LETTER}){border}|{_LETTER}+"
+    ), spelled
+
+
+def _spelling(name: str) -> str:
+    """Return the words of a name with blanks between them."""
+    return " ".join(re.split(_BETWEEN, name.casefold())).strip()
 
 
 def true_claims(relations: Iterable[Relation]) -> Claims:

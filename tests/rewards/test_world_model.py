@@ -76,6 +76,27 @@ def test_claims_of_a_statement(text, relations):
     assert read_claims(text, NAMES) == true_claims(relations)
 
 
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("red key", "key"), "The red  keys are below, and the key is up. A red\nkeyring is left."),
+        (("box_1", "box_12", "box"), "box_12 Left box-1 Down box 3 Up"),
+        (("Glass", "Glasses"), "glasses Left glass Right"),
+        (("🔑", "l'épée (d'or)"), "🔑 Left, L'ÉPÉE (d'or) Up"),
+        (("", "_"), "nothing Up _ Left"),
+    ],
+)
+def test_names_may_have_several_words_numbers_and_signs(names, text):
+    expected = {
+        "red key": [("red key", 1, 0), ("key", -1, -1)],
+        "box_1": [("box_12", 0, -1), ("box_1", 1, 0), ("box", -1, 0)],
+        "Glass": [("Glasses", 0, -1), ("Glass", 0, 1)],
+        "🔑": [("🔑", 0, -1), ("l'épée (d'or)", -1, 0)],
+        "": [],
+    }
+    assert read_claims(text, names) == true_claims(expected[names[0]])
+
+
 def test_f1_with_hand_computed_values():
     # four claims
     target = true_claims([("goal", 1, -1), ("hole", -1, 0)])
