@@ -10,9 +10,11 @@ import functools
 import hashlib
 import io
 import os
+import pickletools
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +31,7 @@ DIGEST = "sha256"
 """Entry of `FILES`: the digest of `LIST`."""
 
 _LOCAL_HEADER = b"PK\x03\x04"
-_FOLDER = re.compile(rb"[\w.=+-]+\.[0-9a-f]{8}\.shards")
+_FOLDER = re.compile(r"[^/]+\.[0-9a-f]{8}\.shards")
 # bytes that are read at a time
 _READ = 2**20
 _ERRORS = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile)
@@ -56,7 +58,7 @@ def _problem_of(file: Path, *, folders: bool) -> str | None:
             return f"{file} is damaged or no checkpoint"
         if (entry := _damaged(file)) is not None:
             return f"{file} is damaged: {entry} has changed since it was written"
-        named = sorted(file.parent / name.decode() for name in set(_FOLDER.findall(structure)))
+        named = [file.parent / name for name in sorted(_folders_in(structure))]
         return next(filter(None, (_problem_of_folder(one, values=folders) for one in named)), None)
     except OSError as error:
         return f"{error.filename or file} cannot be read ({error.strerror or error})"
@@ -128,6 +130,16 @@ def _structure(file: Path) -> bytes | None:
             return archive.read(_pickle_in(archive))
     except _ERRORS:
         return None
+
+
+def _folders_in(structure: bytes) -> set[str]:
+    """Return the names of a checkpoint's folders. The file's own name, with which they begin, may have any letters."""
+    found: set[str] = set()
+    if b".shards" in structure:
+        with suppress(ValueError):  # what is no pickle is left to its reader
+            texts = (text for _, text, _ in pickletools.genops(structure) if isinstance(text, str))
+            found.update(filter(_FOLDER.fullmatch, texts))
+    return found
 
 
 def _pickle_in(archive: zipfile.ZipFile) -> str:

@@ -9,6 +9,7 @@ written by torch.distributed.checkpoint, on all ranks at once, and read on any n
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import io
 import json
@@ -94,7 +95,7 @@ def remove_shards(file: Path, *, keep: str | None = None) -> None:
         file: The checkpoint.
         keep: Name of the folder that is kept.
     """
-    for folder in file.parent.glob(f"{file.name}.*{_SUFFIX}"):
+    for folder in file.parent.glob(f"{glob.escape(file.name)}.*{_SUFFIX}"):
         if folder.name != keep:
             shutil.rmtree(folder)
 

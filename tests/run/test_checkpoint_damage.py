@@ -25,7 +25,7 @@ from ragen_pl.assembly.weights import (
     load_initial_weights,
     read_checkpoint,
 )
-from ragen_pl.checkpoints.checkpoint_check import problem_of
+from ragen_pl.checkpoints.checkpoint_check import newest_whole, problem_of
 from ragen_pl.checkpoints.folder import locate
 from ragen_pl.checkpoints.rank_states import rank_states_in
 from ragen_pl.checkpoints.sharded_checkpoint import (
@@ -33,6 +33,7 @@ from ragen_pl.checkpoints.sharded_checkpoint import (
     folder_for,
     read_shards,
     remove_leftovers,
+    remove_shards,
     save_shards,
     write_tensors,
 )
@@ -102,7 +103,11 @@ def test_a_changed_bit_of_any_tensor_is_found_and_the_earlier_checkpoint_taken(
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     """A checkpoint whose tensors are in its folder, with the state of a rank."""
-    file, checkpoint = tmp_path / "last.ckpt", state()
+    return write_sharded(tmp_path / "last.ckpt")
+
+
+def write_sharded(file: Path) -> Path:
+    checkpoint = state()
     folder = folder_for(file, unique="0123abcd")
     with rank_states_in(folder):
         save_shards(checkpoint, folder)
@@ -136,6 +141,15 @@ def test_a_changed_bit_in_the_folder_of_a_sharded_checkpoint_is_found(
         saved = torch.load(sharded, weights_only=True)
         with pytest.raises(ConfigError, match=f"{name} has changed since it was written"):
             read_shards(saved, sharded)
+
+
+@pytest.mark.parametrize("name", ["best_my env", "best_größe", "success=0.50, a(1)", "@1[2]"])
+def test_the_folder_of_a_checkpoint_of_any_name_is_found(tmp_path: Path, name: str) -> None:
+    file = write_sharded(tmp_path / f"{name}.ckpt")
+    assert problem_of(file) is None and newest_whole([file]) == file
+    folder = folder_for(file, unique="0123abcd")
+    remove_shards(file)
+    assert problem_of(file) == f"the checkpoint's folder {folder} is not there"
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", ""])
