@@ -6,6 +6,8 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
@@ -338,6 +340,8 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self.best_return: float | None = None
+        # whether the run goes on in the folder of its checkpoint, with the best checkpoint in it
+        self._goes_on_there = False
 
     @classmethod
     def of_environment(cls, name: str) -> BestCheckpoint:
@@ -399,11 +403,41 @@ class BestCheckpoint(ModelCheckpoint):
         """Return Lightning's state, and the return of the best validation."""
         return super().state_dict() | {"best_return": self.best_return}
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note whether the checkpoint is beside the best one. The folder may have been moved since they were written."""
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        folder, file = Path(str(self.dirpath)), Path(str(trainer.ckpt_path))
+        own = (
+            file.resolve().parent == folder.resolve()
+            and (folder / f"{self.filename}.ckpt").exists()
+        )
+        # ranks that saw it differently would not save together
+        self._goes_on_there = trainer.strategy.broadcast(own)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore `state_dict`, in the folder that it was written in only: another one has another best checkpoint."""
+        if self._goes_on_there:
+            state_dict = _moved(state_dict, to=str(self.dirpath))
         if self.dirpath == state_dict.get("dirpath"):
             super().load_state_dict(state_dict)
             self.best_return = state_dict.get("best_return")
+
+
+def _moved(state: Mapping[str, Any], *, to: str) -> dict[str, Any]:
+    """Return the state of a ModelCheckpoint with the paths of its files in another folder."""
+
+    def place(path: str) -> str:
+        return str(Path(to) / Path(path).name) if path else path
+
+    paths = ("best_model_path", "kth_best_model_path", "last_model_path")
+    return {
+        **state,
+        "dirpath": to,
+        **{name: place(state[name]) for name in paths},
+        "best_k_models": {place(path): score for path, score in state["best_k_models"].items()},
+    }
 
 
 def _follows_update(trainer: pl.Trainer) -> bool:

@@ -138,6 +138,27 @@ def test_nothing_is_validated_without_batches(setup_of, tmp_path):
     assert not (tmp_path / "best.ckpt").exists()
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_whose_folder_was_moved_keeps_its_best_weights(setup_of, tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+
+    def run(folder, scores, **changes):
+        every = RunCheckpoint(dirpath=str(folder), every_n_epochs=1, save_on_train_epoch_end=True)
+        return fit(setup_of(), folder, scores, callbacks=[every], **changes)
+
+    run(there, [(0.9, 0.0), (0.5, 0.0)], max_epochs=2)
+    there.rename(here)
+    _, best, left = run(here, [(0.6, 0.0)], ckpt_path=str(here / "last.ckpt"))
+    assert not left and float(best.best_model_score) == pytest.approx(0.9)
+    assert best.best_model_path == str(here / "best.ckpt")
+    assert torch.load(here / "best.ckpt", weights_only=True)["global_step"] == 0
+    # better weights replace them, in this folder
+    here.rename(there)
+    _, best, _ = run(there, [(1.0, 0.0)], ckpt_path=str(there / "last.ckpt"), max_epochs=4)
+    assert list(best.best_k_models) == [best.best_model_path] == [str(there / "best.ckpt")]
+    assert torch.load(there / "best.ckpt", weights_only=True)["global_step"] == 16
+
+
 class StopsLate(pl.Callback):
     """Stops a run at the end of its first iteration, after the place of its validation."""
 
