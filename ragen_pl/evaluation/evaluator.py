@@ -158,10 +158,6 @@ class Evaluator:
             self.engine.close()
         if self.endpoint is not None:
             log.info("%s: %s", self.endpoint.model, self.endpoint.usage)
-            self.evaluation.about["endpoint"] = {
-                "model": self.endpoint.model,
-                **self.endpoint.usage.report(),
-            }
             self.endpoint.close()
 
     def play(self) -> Iterator[PlayedSet]:
@@ -243,12 +239,17 @@ class Evaluator:
         return PlayedSet(settings, policy, trajectories)
 
     def add(self, played: PlayedSet) -> None:
-        """Add the metrics of episodes to the evaluation.
+        """Add the metrics of episodes to the evaluation, with what an endpoint was asked until then.
 
         Raises:
             ConfigError: Every episode failed.
         """
         settings, trajectories = played.settings, played.trajectories
+        if self.endpoint is not None:
+            self.evaluation.about["endpoint"] = {
+                "model": self.endpoint.model,
+                **self.endpoint.usage.report(),
+            }
         errors = errors_of(trajectories)
         if len(errors) == len(trajectories):
             raise ConfigError(

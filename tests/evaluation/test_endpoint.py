@@ -61,6 +61,8 @@ def test_its_column_stands_beside_the_others(server: ChatServer, tmp_path: Path,
     assert policies["walker"]["success"] == 1.0 == results.objective
     assert policies["walker"]["return"] > policies["random"]["return"]
     usage = results.about["endpoint"]
+    written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert written["about"]["endpoint"] == usage
     assert usage["requests"] == len(server.requests) > 12
     assert usage["prompt_tokens"] == 100 * usage["requests"]
     assert usage["cost"] == pytest.approx(usage["requests"] * (100 * 1.0 + 10 * 5.0) / 1e6)
