@@ -166,7 +166,9 @@ class CollapseMonitor(pl.Callback):
             self.mitigation.check(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Switch the mitigation on again in a resumed run."""
+        """Switch the mitigation on again in a resumed run, and drop the events after its checkpoint."""
+        if trainer.is_global_zero and (run_folder(trainer) / EVENTS).exists():
+            self._write_events(trainer)
         if self.mitigated:
             agent = cast(AgentModule, pl_module)
             self.mitigation.switch_on(trainer, agent)
@@ -294,6 +296,11 @@ class CollapseMonitor(pl.Callback):
         rates = [group["lr"] for group in _parameter_groups(trainer)]
         # a run that is continued may be somebody else's
         checkpoint = strategy.load_checkpoint(file, weights_only=not self._is_written)
+        kept = checkpoint["callbacks"].get(self.state_key, {}).get("good")
+        if kept != self.good:
+            # written after the checkpoint that the run goes on from
+            lost, self.good = self.good, None
+            return f"found no good state to roll back to: {GOOD} has iteration {kept}, not {lost}"
         module = trainer.lightning_module
         checkpoint["state_dict"] = with_frozen(module, checkpoint["state_dict"])
         strategy.load_model_state_dict(checkpoint, strict=True)
@@ -313,14 +320,19 @@ class CollapseMonitor(pl.Callback):
             return
         text = f"{event['message']} ({', '.join(event['done'])})"
         log.warning("iteration %d, collapse? %s", event["iteration"], text)
-        file = run_folder(trainer) / EVENTS
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as partial:
-            partial.write_text("".join(json_text(event) + "\n" for event in self.events))
+        file = self._write_events(trainer)
         for logger in mlflow_loggers(trainer):
             client, run = logger.experiment, logger.run_id
             client.set_tag(run, f"collapse.{event['iteration']}", text[:_TAG_LENGTH])
             client.log_artifact(run, str(file), "collapse")
+
+    def _write_events(self, trainer: pl.Trainer) -> Path:
+        """Write the events into the run's folder and return the file's path."""
+        file = run_folder(trainer) / EVENTS
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as partial:
+            partial.write_text("".join(json_text(event) + "\n" for event in self.events))
+        return file
 
 
 def _good_checkpoint(trainer: pl.Trainer) -> Path:

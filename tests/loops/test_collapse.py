@@ -203,6 +203,28 @@ def test_rollback_restores_weights_and_optimizer_and_continues(setup_of, tmp_pat
     assert not same(agent.state_dict(), broken.weights[1])
 
 
+def test_a_run_that_goes_back_takes_neither_a_later_good_state_nor_later_events(setup_of, tmp_path):
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, *args):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "first.ckpt")
+
+    after = Break(iteration=-1)
+    whole = monitor("rollback")
+    run(setup_of, tmp_path, Diagnostics(prompts=0), whole, after, Save(), epochs=2)
+    assert whole.good == 2
+    (tmp_path / "collapse.jsonl").write_text(json.dumps({"iteration": 2}) + "\n")
+    again, watch = Break(iteration=-1), monitor("rollback")
+    run(
+        setup_of, tmp_path, Diagnostics(prompts=0), Break(1), watch, again,
+        epochs=2, ckpt_path=str(tmp_path / "first.ckpt"),
+    )  # fmt: skip
+    (event,) = map(json.loads, (tmp_path / "collapse.jsonl").read_text().splitlines())
+    none = "found no good state to roll back to: good.ckpt has iteration 2, not 1"
+    assert (event["iteration"], event["done"]) == (2, [none])
+    assert not same(again.weights[-1], after.weights[-1]) and watch.rollbacks == 0
+
+
 def test_rollback_keeps_the_learning_rate_of_schedule_and_mitigation(setup_of, tmp_path):
     class Rates(pl.Callback):
         def __init__(self):
