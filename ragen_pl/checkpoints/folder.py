@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -206,3 +206,12 @@ def time_stamped(parent: Path) -> Path:
         number += 1
         candidate = folder.with_name(f"{folder.name}_{number}")
     return candidate
+
+
+def make_time_stamped(parent: Path) -> Path:
+    """Make and return a `time_stamped` folder: a process that starts in the same second gets another one."""
+    while True:
+        with suppress(FileExistsError):
+            folder = time_stamped(parent)
+            folder.mkdir(parents=True)
+            return folder

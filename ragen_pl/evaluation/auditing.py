@@ -44,7 +44,7 @@ from ragen_pl.base.files import atomic_write
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.phases import phase, wide_console
 from ragen_pl.base.seeding import derive_seed
-from ragen_pl.checkpoints.folder import time_stamped
+from ragen_pl.checkpoints.folder import make_time_stamped
 from ragen_pl.config.environments import is_mixture
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.hydra_errors import translated
@@ -203,7 +203,7 @@ def audit(cfg: DictConfig) -> Audit:
         if (of_effects := _advantages(name, algorithm, batch, models.critic, effects)) is not None
     }
     found = compared(effects, advantages, seed=cfg.seed)
-    folder = Path(cfg.to).expanduser() if cfg.to else time_stamped(checkpoint.run / "audits")
+    folder = Path(cfg.to).expanduser() if cfg.to else make_time_stamped(checkpoint.run / "audits")
     sizes = {name: cfg[name] for name in ("groups", "group_size", "continuations", "seed")}
     _write(found, folder, about={"checkpoint": str(checkpoint.path), **sizes})
     _print(found, cfg)

@@ -26,7 +26,7 @@ from ragen_pl.assembly.build import (
 from ragen_pl.assembly.weights import load_bundle, load_weights
 from ragen_pl.base.phases import phase
 from ragen_pl.base.records import FILE, Origin, write_episodes
-from ragen_pl.checkpoints.folder import Run, time_stamped
+from ragen_pl.checkpoints.folder import Run, make_time_stamped
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import plain
 from ragen_pl.config.settings import read_settings
@@ -351,8 +351,8 @@ def _about(cfg: DictConfig, *, greedy: bool) -> dict[str, Any]:
 
 
 def output_folder(cfg: DictConfig) -> Path:
-    """Return the folder for an evaluation's files: `to`, or a new one in the run or under `paths.root`."""
+    """Return the folder for an evaluation's files: `to`, or a new one that is made in the run or under `paths.root`."""
     if cfg.to is not None:
         return Path(cfg.to).expanduser().absolute()
     home = Path(cfg.source.run) if cfg.source.run else Path(cfg.paths.root).absolute()
-    return time_stamped(home / "evaluations")
+    return make_time_stamped(home / "evaluations")

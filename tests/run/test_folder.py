@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ragen_pl.checkpoints.checkpoint_check import problem_of
-from ragen_pl.checkpoints.folder import Run, locate, sharing_with_children
+from ragen_pl.checkpoints.folder import Run, locate, make_time_stamped, sharing_with_children
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,11 @@ def test_runs_started_in_the_same_second_have_different_folders(find):
         run.folder.mkdir(parents=True)
         folders.add(run.folder)
     assert len(folders) == 5
+
+
+def test_folders_made_in_the_same_second_are_different(tmp_path):
+    made = [make_time_stamped(tmp_path / "evaluations") for _ in range(3)]
+    assert len({*made}) == 3 and all(folder.is_dir() for folder in made)
 
 
 def test_run_dir_is_used_as_given(find, tmp_path):
