@@ -141,7 +141,11 @@ def next_steps(trainer: pl.Trainer) -> dict[str, str]:
 
 def page_and_plots(run: Path) -> dict[str, str]:
     """Return the paths of a run's newest trajectory page and of its plots, if they exist."""
-    pages = sorted(run.glob("trajectories/*/page.html"))
+    # later iterations may have more digits
+    pages = sorted(
+        run.glob("trajectories/*/page.html"),
+        key=lambda page: (len(page.parent.name), page.parent.name),
+    )
     lines = {"page": str(pages[-1].absolute())} if pages else {}
     if any(run.glob("plots/*.png")):
         lines["plots"] = str((run / "plots").absolute())

@@ -81,6 +81,15 @@ class LogTrajectories(RolloutCallback):
         # environment, status and success of all of its episodes
         self._validated: list[_Ended] = []
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Drop the folders of iterations after the checkpoint that the run goes on from, which come again."""
+        if not trainer.is_global_zero:
+            return
+        for prefix in (_NAME, _VALIDATION):
+            folders = _numbered(run_folder(trainer) / _FOLDER, prefix)
+            later = [one for number, one in folders.items() if number > trainer.current_epoch]
+            self._remove(trainer, later)
+
     def on_rollout_end(
         self,
         trainer: pl.Trainer,
@@ -164,12 +173,20 @@ class LogTrajectories(RolloutCallback):
         """Remove the folders of iterations that do not stay."""
         if self.keep_last is None:
             return
-        names = {int(one.name.removeprefix(prefix)): one for one in folder.glob(f"{prefix}*[0-9]")}
-        stay = staying(names, newest=self.keep_last)
-        for iteration in sorted(names.keys() - stay):
-            shutil.rmtree(names[iteration])
+        folders = _numbered(folder, prefix)
+        stay = staying(folders, newest=self.keep_last)
+        self._remove(trainer, [folders[number] for number in sorted(folders.keys() - stay)])
+
+    def _remove(self, trainer: pl.Trainer, folders: Iterable[Path]) -> None:
+        for folder in folders:
+            shutil.rmtree(folder)
             for logger in instances(trainer.loggers, RemovesFiles):
-                logger.remove_files(f"{_FOLDER}/{names[iteration].name}")
+                logger.remove_files(f"{_FOLDER}/{folder.name}")
+
+
+def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
+    """Return the folders of a prefix by the number of the iteration in their names."""
+    return {int(one.name.removeprefix(prefix)): one for one in folder.glob(f"{prefix}*[0-9]")}
 
 
 def staying(iterations: Collection[int], *, newest: int) -> set[int]:

@@ -26,6 +26,7 @@ from ragen_pl.callbacks.progress import RolloutProgress
 from ragen_pl.callbacks.summary import (
     RunSummary,
     open_command,
+    page_and_plots,
     resume_command,
     runs_page,
     summary_table,
@@ -210,6 +211,18 @@ def test_validations_of_weights_that_a_resume_drops_are_dropped(tmp_path: Path) 
         assert list(validation_files(tmp_path, name)) == [0]
 
 
+def test_episodes_of_weights_that_a_resume_drops_are_dropped(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "trajectories", LogTrajectories(every_n_iterations=1, keep_last=2)
+    dropped = [f"iteration_{number:04d}" for number in range(10, 60)]
+    for name in (*dropped, "validation_0040", "iteration_of_mine"):
+        (folder / name).mkdir(parents=True)
+    # from a checkpoint before the first iteration
+    fit(tmp_path, kept, module=Validated(), max_epochs=4)
+    own = [f"iteration_{number:04d}" for number in (0, 1, 2, 3)] + ["iteration_of_mine"]
+    own += [f"validation_{number:04d}" for number in (1, 2, 3, 4)]
+    assert sorted(one.name for one in folder.iterdir()) == own
+
+
 def test_trajectories_are_mlflow_artifacts(tmp_path: Path, empty_store: Path) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -321,6 +334,13 @@ def test_summary_of_many_players_fits_a_terminal_of_80_columns() -> None:
     Console(file=out, width=80).print(summary_table(dict.fromkeys(players, metrics)))
     rows = [line for line in out.getvalue().splitlines() if line.startswith("│")]
     assert len(rows) == 9 and all("0.125 ± 0.0" in row for row in rows)
+
+
+def test_the_newest_page_is_that_of_the_last_iteration(tmp_path: Path) -> None:
+    for name in ("iteration_9980", "validation_9990", "iteration_10000", "validation_10000"):
+        (tmp_path / "trajectories" / name).mkdir(parents=True)
+        (tmp_path / "trajectories" / name / "page.html").touch()
+    assert page_and_plots(tmp_path)["page"].endswith("validation_10000/page.html")
 
 
 def test_commands_are_quoted_for_a_shell() -> None:
