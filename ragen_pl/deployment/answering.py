@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 
 from ragen_pl.agent_programs.serving.chat_response import Answer
@@ -63,7 +63,7 @@ class PolicyAnswers:
         self._check = GenerationCheck.of(context.bundle)
         self._ready: deque[_Asked] = deque()
         self._sampled: dict[int, _Asked] = {}
-        self._waiting: OrderedDict[Call, _Asked] = OrderedDict()
+        self._waiting: dict[Call, _Asked] = {}
         self._number = 0
 
     @property
@@ -109,6 +109,7 @@ class PolicyAnswers:
         for asked, generation in done:
             del self._sampled[asked.request.session]
             self._answer(asked, generation)
+        self._withdraw_oldest()
         if not self._sampled:
             # features of images
             self._engine.release()
@@ -170,10 +171,14 @@ class PolicyAnswers:
         )
         asked.response, asked.message = answer.generation, answer.message
         self._waiting[call] = asked
-        while len(self._waiting) > _MAX_WAITING:
-            forgotten, _ = self._waiting.popitem(last=False)
-            forgotten.session.withdraw_answer(forgotten)
         call.session.answer(call, Answer.of(call.id, call.session.model, answer.content))
+
+    def _withdraw_oldest(self) -> None:
+        """Give up the oldest answers where there are too many, without those that a client is getting."""
+        excess = max(0, len(self._waiting) - _MAX_WAITING)
+        for call in [*self._waiting][:excess]:
+            if call.session.withdraw_answer(call):
+                del self._waiting[call]
 
 
 def _failed(message: str, *, code: str) -> RequestError:

@@ -125,6 +125,15 @@ def test_answers_that_no_client_got_are_no_history(serve):
     assert len(served.requests) == 2
 
 
+def test_answers_that_clients_are_getting_are_recorded_however_many_there_are(serve, monkeypatch):
+    monkeypatch.setattr("ragen_pl.deployment.answering._MAX_WAITING", 0)
+    served = serve()
+    key = served.open()
+    for number in range(2):
+        assert post(served.server, HELLO | {"user": str(number)}, key=key)[0] == 200
+    until(lambda: len(served.histories) == 2)
+
+
 def test_histories_are_bounded(serve):
     served = serve(max_calls=3)
     key = served.open()
