@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,13 @@ from omegaconf import DictConfig
 
 from ragen_pl.base.records import FILE, read_records
 from ragen_pl.config.errors import ConfigError
-from ragen_pl.tracking.mlflow_run import flattened, known_run, may_name, other_folder
+from ragen_pl.tracking.mlflow_run import (
+    accepted_name,
+    flattened,
+    known_run,
+    may_name,
+    other_folder,
+)
 from ragen_pl.viewing.traces import flush_traces, trace_records
 
 if TYPE_CHECKING:
@@ -108,7 +113,8 @@ def _log_values(
 ) -> None:
     from mlflow.entities import Metric, Param
 
-    params = [Param(name, value[:_PARAM_LENGTH]) for name, value in flattened(cfg)]
+    settings = {accepted_name(name): value for name, value in flattened(cfg)}
+    params = [Param(name, value[:_PARAM_LENGTH]) for name, value in settings.items()]
     metrics = [Metric(name, value, time, 0) for name, value in named_metrics(validation_sets)]
     for some_params in _batches(params, size=_PARAMS_PER_BATCH):
         client.log_batch(run_id, params=some_params)
@@ -129,4 +135,5 @@ def named_metrics(
         for policy, metrics in results["policies"].items():
             for name, value in metrics.items():
                 if isinstance(value, float):
-                    yield re.sub(r"[^\w/.-]", "_", f"{validation_set}/{policy}/{name}"), value
+                    given = f"{validation_set}/{policy}/{name}".replace(" ", "_")
+                    yield accepted_name(given, instead="_"), value

@@ -6,7 +6,6 @@ MLflow takes seconds to load. Runs load it in a process of its own, see `ragen_p
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +43,7 @@ from ragen_pl.tracking.mlflow_run import (
     RUN_DIR,
     UNTHINNED,
     OtherRunError,
+    accepted_name,
     check_reachable,
     known_run,
     other_folder,
@@ -58,8 +58,6 @@ _PARAMS_PER_BATCH, _METRICS_PER_BATCH = 100, 1000
 _VIEW = "mlflow.experimentKind"
 _Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 _NOT_FOUND = "RESOURCE_DOES_NOT_EXIST"
-# characters that MLflow takes in no name
-_OTHER_CHARACTERS = re.compile("[^a-zA-Z0-9_/. -]+")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS")
 
 
@@ -231,7 +229,7 @@ class MlflowSender:
         # as the arguments of a call are, the numbers of the record are checked
         self._sends["metrics"](
             points=[
-                (_OTHER_CHARACTERS.sub("", name), value, now, point.step)
+                (accepted_name(name), value, now, point.step)
                 for name, value in point.metrics.items()
                 if not thinned or name.startswith(UNTHINNED)
             ]
@@ -243,6 +241,7 @@ class MlflowSender:
             self._client.log_batch(self.run_id, metrics=metrics[first : first + _METRICS_PER_BATCH])
 
     def _send_params(self, values: dict[str, str]) -> None:
+        values = {accepted_name(name): text for name, text in values.items()}
         logged = self._client.get_run(self.run_id).data.params
         new = [Param(name, text) for name, text in values.items() if name not in logged]
         for first in range(0, len(new), _PARAMS_PER_BATCH):
@@ -285,7 +284,11 @@ class MlflowSender:
 
     def _send_remove(self, place: _Place) -> None:
         run = self._client.get_run(self.run_id)
-        get_artifact_repository(run.info.artifact_uri).delete_artifacts(place)
+        try:
+            get_artifact_repository(run.info.artifact_uri).delete_artifacts(place)
+        # of a store of any kind, such as one that lets nobody delete: the calls after it must not wait for that
+        except Exception as error:
+            raise RefusedError(f"remove {place}: {' '.join(str(error).split())}") from error
 
 
 def start_run(folder: Path, *, experiment: str, uri: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import urllib.error
 import urllib.request
@@ -27,6 +28,8 @@ RUN_DIR = "run_dir"
 UNTHINNED = ("val", "warm_start/", "collapse/")
 """Beginnings of metrics that are logged at all iterations: validations, steps of the warm start, alarms."""
 
+# characters that a name may not have
+_OTHER_CHARACTERS = re.compile(r"[^\w/. -]")
 _TIMEOUT_S = 3.0
 _PACKAGES = ("ragen_pl", "torch", "lightning", "transformers", "mlflow")
 
@@ -176,6 +179,20 @@ def flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     {'a.b': '[1, 2]', 'c': 'None'}
     """
     return ((name, str(value)) for name, value in leaves(settings, lists=False))
+
+
+def accepted_name(name: str, *, instead: str = "") -> str:
+    """Return a name of a metric or parameter as MLflow takes it; it refuses a request for one that it does not take.
+
+    Args:
+        name: The name. An environment or a user may have chosen a part of it.
+        instead: What stands for characters that it may not have.
+
+    >>> accepted_name("rollout/metrics/Länge (cm)"), accepted_name("rollout/metrics/%"), accepted_name("a//../b/")
+    ('rollout/metrics/Länge cm', 'rollout/metrics', 'a/b')
+    """
+    parts = _OTHER_CHARACTERS.sub(instead, name).split("/")
+    return "/".join(part for part in parts if part not in ("", ".", "..")) or "unnamed"
 
 
 def _git(folder: Path, *arguments: str) -> str:

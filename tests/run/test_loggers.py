@@ -258,6 +258,21 @@ def test_nan_and_infinity_are_kept(tmp_path: Path, run: Path) -> None:
     assert values[0] == 0.5 and math.isnan(values[1]) and values[2] == math.inf
 
 
+def test_a_name_that_mlflow_does_not_take_loses_no_other_value(tmp_path: Path, run: Path) -> None:
+    kwargs = {"Preis (€)": 1, "a//b": 2, "size": 3}
+    logger = RunLogger(run_dir=str(run), settings=settings(tmp_path, env={"kwargs": kwargs}))
+    names = ("metrics/正确率", "metrics/%", "metrics/a//b", "metrics/../c", "return")
+    logger.log_metrics({f"rollout/{name}": 0.5 for name in names}, 1)
+    logger.close()
+    client, run_id = stored(run)
+    kept = client.get_run(run_id).data
+    taken = {"metrics/正确率", "metrics", "metrics/a/b", "metrics/c", "return"}
+    assert kept.metrics == {f"rollout/{name}": 0.5 for name in taken}
+    assert kept.params["trainer.max_epochs"] == "3"
+    given = {name: value for name, value in kept.params.items() if name.startswith("env.kwargs.")}
+    assert given == {"env.kwargs.Preis ": "1", "env.kwargs.a/b": "2", "env.kwargs.size": "3"}
+
+
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     folder = tmp_path / "run"

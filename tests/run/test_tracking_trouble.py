@@ -21,7 +21,7 @@ from mlflow.tracking import MlflowClient
 
 from ragen_pl.config import ConfigError
 from ragen_pl.config.own_files import write_settings
-from ragen_pl.tracking import loggers
+from ragen_pl.tracking import loggers, mlflow_outbox
 from ragen_pl.tracking.loggers import RunLogger, send_unsent
 from ragen_pl.tracking.mlflow_calls import RunCalls
 from ragen_pl.tracking.mlflow_process import MlflowProcess
@@ -227,6 +227,20 @@ def test_a_deleted_store_gets_all_points_at_the_next_resume(run, empty_store):
     assert resumed._outbox.flush(limit_s=LIMIT_S)
     assert points(run, "update/loss") == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
     resumed.close()
+
+
+def test_a_store_that_lets_nobody_delete_gets_the_points_after_it(run, caplog, monkeypatch):
+    class Guarded:
+        def delete_artifacts(self, place: str) -> None:
+            raise PermissionError(f"may not delete {place}")
+
+    monkeypatch.setattr(mlflow_outbox, "get_artifact_repository", lambda uri: Guarded())
+    logger = logger_of(run)
+    logger.remove_files("trajectories/iteration_0010")
+    logger.log_metrics({"update/loss": 0.5}, 1)
+    assert logger._outbox.close(limit_s=LIMIT_S) is None
+    assert points(run, "update/loss") == [(1, 0.5)]
+    assert "may not delete trajectories/iteration_0010" in caplog.text
 
 
 def test_a_process_with_mlflow_that_is_killed_is_replaced(run, caplog):
