@@ -406,7 +406,7 @@ class BestCheckpoint(ModelCheckpoint):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Note whether the checkpoint is beside the best one: the folder may have been moved since they were written."""
+        """Note whether the checkpoint is beside the best one: its folder may have been moved since it was written."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         folder, file = Path(str(self.dirpath)), Path(str(trainer.ckpt_path))
         own = (
