@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.order_statistics import smallest_of_top
 from ragen_pl.algorithms.turns import following_in_turn, nearest_in_turn
 from ragen_pl.algorithms.whitening import AllReduce
 from ragen_pl.base.checked import needs_trust
@@ -86,6 +85,9 @@ def above_quantile(
     """
     if fraction >= 1:
         return mask
+    # of restricted masks only
+    from ragen_pl.algorithms.order_statistics import smallest_of_top
+
     lowest = smallest_of_top(values[mask], fraction=fraction, all_reduce=all_reduce)
     return mask if lowest is None else mask & (values.float() >= lowest)
 

@@ -19,7 +19,6 @@ from ragen_pl.base.constraints import Count, Note, TurnTemplate
 from ragen_pl.chat_formats.chat_template import ChatTemplate
 from ragen_pl.chat_formats.messages import History, Message
 from ragen_pl.engines.protocol import Prompt
-from ragen_pl.prompts.compaction import Compaction
 from ragen_pl.prompts.conversation import (
     Conversation,
     Exchange,
@@ -35,6 +34,7 @@ from ragen_pl.trajectory import ChatRequest, Observation, Role
 
 if TYPE_CHECKING:
     from ragen_pl.models.bundle import ModelBundle
+    from ragen_pl.prompts.compaction import Compaction
     from ragen_pl.prompts.native import NativeFormat
     from ragen_pl.prompts.requests import RequestPrompts
 
@@ -87,9 +87,12 @@ class ContextManager(ContextRules):
         self.template = bundle.chat_template(template_kwargs)
         self._native_formats: dict[int, NativeFormat] = {}
         self.leave_out = LeaveOut(**leave_out) if isinstance(leave_out, Mapping) else leave_out
-        self.compaction = (
-            Compaction(**compaction) if isinstance(compaction, Mapping) else compaction  # type: ignore[arg-type]
-        )
+        if isinstance(compaction, Mapping):
+            # of runs with summaries only
+            from ragen_pl.prompts.compaction import Compaction
+
+            compaction = Compaction(**compaction)  # type: ignore[arg-type]
+        self.compaction = compaction
         if self.compaction is not None and (window != "all" or self.leave_out):
             raise ValueError(
                 f"context.compaction with context.window={window}: a window drops turns without a summary; set "
