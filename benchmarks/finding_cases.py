@@ -136,6 +136,25 @@ def _several_actions(most: int, *, turns: int) -> Overrides:
     )  # fmt: skip
 
 
+def _actions_of_a_turn(fixed: str, *, turns: Mapping[int, int]) -> Finding:
+    """Return the finding on actions a turn, with the limit of turns for each number of actions."""
+    starts = {
+        "1 action" if most == 1 else f"{most} actions": _several_actions(most, turns=limit)
+        for most, limit in turns.items()
+    }
+    return Finding(
+        question=f"Do several actions a turn help, with the number of {fixed} fixed?",
+        claim="A medium number of actions a turn (5 or 6) helps planning.",
+        source=_RAGEN,
+        task="sokoban",
+        overrides=("algorithm=starpo",),
+        arms=dict.fromkeys(starts, ()),
+        starts=starts,
+        criterion=Criterion(more="4 actions", less="1 action"),
+        iterations=16,
+    )
+
+
 FINDINGS: dict[str, Finding] = {
     "filter": Finding(
         question="Does it help to train on the groups with the highest deviation of returns only?",
@@ -166,36 +185,8 @@ FINDINGS: dict[str, Finding] = {
         criterion=Criterion(more="32 states, 4 each", less="8 states, 16 each"),
         iterations=16,
     ),
-    "actions_turns_fixed": Finding(
-        question="Do several actions a turn help, with the number of turns fixed?",
-        claim="A medium number of actions a turn (5 or 6) helps planning.",
-        source=_RAGEN,
-        task="sokoban",
-        overrides=("algorithm=starpo",),
-        arms={"1 action": (), "2 actions": (), "4 actions": ()},
-        starts={
-            "1 action": _several_actions(1, turns=6),
-            "2 actions": _several_actions(2, turns=6),
-            "4 actions": _several_actions(4, turns=6),
-        },
-        criterion=Criterion(more="4 actions", less="1 action"),
-        iterations=16,
-    ),
-    "actions_moves_fixed": Finding(
-        question="Do several actions a turn help, with the number of moves fixed?",
-        claim="A medium number of actions a turn (5 or 6) helps planning.",
-        source=_RAGEN,
-        task="sokoban",
-        overrides=("algorithm=starpo",),
-        arms={"1 action": (), "2 actions": (), "4 actions": ()},
-        starts={
-            "1 action": _several_actions(1, turns=24),
-            "2 actions": _several_actions(2, turns=12),
-            "4 actions": _several_actions(4, turns=6),
-        },
-        criterion=Criterion(more="4 actions", less="1 action"),
-        iterations=16,
-    ),
+    "actions_turns_fixed": _actions_of_a_turn("turns", turns={1: 6, 2: 6, 4: 6}),
+    "actions_moves_fixed": _actions_of_a_turn("moves", turns={1: 24, 2: 12, 4: 6}),
     "freshness": Finding(
         question="Are fresh rollouts better than several epochs on one?",
         claim="One update a rollout is the most stable; more frequent sampling is better.",
@@ -420,7 +411,7 @@ FINDINGS: dict[str, Finding] = {
         iterations=16,
     ),
     "divergence_mask": Finding(
-        question="Does a mask by the divergence of a whole episode help, in place of none?",
+        question="Does a mask by the divergence of a whole sample help, in place of none?",
         claim="A mask by divergence is better than clipped ratios.",
         source="DPPO, Qi et al. 2026, arXiv 2602.04879",
         task="frozenlake_visual",
@@ -429,7 +420,8 @@ FINDINGS: dict[str, Finding] = {
             "dppo by sequence": ("algorithm=dppo", "algorithm.loss.policy.level=sequence"),
             "rloo": ("algorithm=rloo", *_NO_KL),
         },
-        remark="The masks by token and by turn are arms of [group_methods](#group_methods).",
+        remark="A sample has one turn here, so this is the mask by turn of [group_methods](#group_methods): their runs "
+        "are equal. With `context.window=all` a sample is an episode, which has not been run.",
         criterion=Criterion(more="dppo by sequence", less="rloo"),
         iterations=16,
     ),
@@ -484,12 +476,12 @@ FINDINGS: dict[str, Finding] = {
 def _elsewhere(name: str, task: str) -> Finding:
     """Return the two deciding arms of a finding on another task."""
     finding = FINDINGS[name]
-    deciding = (finding.criterion.more, finding.criterion.less)
+    more, less = finding.criterion.more, finding.criterion.less
     return replace(
         finding,
-        question=f"On {_TITLES[task]}: {finding.question}",
+        question=f"On {_TITLES[task]}: is *{more}* better than *{less}*?",
         task=task,
-        arms={arm: finding.arms[arm] for arm in deciding},
+        arms={arm: finding.arms[arm] for arm in (more, less)},
     )
 
 

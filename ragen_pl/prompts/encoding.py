@@ -26,8 +26,10 @@ _MARK = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")
 
 # characters of a token: a response has thousands of tokens
 _LONGEST_TOKEN = 4096
-# what a part of a character decodes to, and tokens without the end of one that are decoded together
-_UNKNOWN, _MOST_OPEN = "\ufffd", 64
+# text of an incomplete character
+_UNKNOWN = "\ufffd"
+# largest number of tokens that are decoded together to complete a character
+_MOST_OPEN = 64
 
 
 class TextEncoder:
