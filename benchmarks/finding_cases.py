@@ -91,7 +91,7 @@ TASKS: dict[str, Overrides] = {
         "warm_start.steps=500", "warm_start.episodes=4096",
     ),
 }  # fmt: skip
-_TITLES = {"frozenlake": "the lake in text", "sokoban": "Sokoban"}
+_TITLES = {"frozenlake_visual": "the lake in images", "frozenlake": "the lake in text", "sokoban": "Sokoban"}
 _RAGEN = "RAGEN, Wang et al. 2025, arXiv 2504.20073"
 _VAGEN = "VAGEN, Wang et al. 2025"
 _NO_KL = ("algorithm.loss.kl.coefficient=0.0", "algorithm.loss.kl.reference=null")
@@ -411,7 +411,7 @@ FINDINGS: dict[str, Finding] = {
         iterations=16,
     ),
     "divergence_mask": Finding(
-        question="Does a mask by the divergence of a whole sample help, in place of none?",
+        question="Does a mask by the divergence of a whole episode help, in place of none?",
         claim="A mask by divergence is better than clipped ratios.",
         source="DPPO, Qi et al. 2026, arXiv 2602.04879",
         task="frozenlake_visual",
@@ -420,8 +420,9 @@ FINDINGS: dict[str, Finding] = {
             "dppo by sequence": ("algorithm=dppo", "algorithm.loss.policy.level=sequence"),
             "rloo": ("algorithm=rloo", *_NO_KL),
         },
-        remark="A sample has one turn here, so this is the mask by turn of [group_methods](#group_methods): their runs "
-        "are equal. With `context.window=all` a sample is an episode, which has not been run.",
+        # a sample is an episode
+        start=_WHOLE_HISTORY,
+        remark="Where a sample is a turn, this is the mask by turn of [group_methods](#group_methods).",
         criterion=Criterion(more="dppo by sequence", less="rloo"),
         iterations=16,
     ),
@@ -485,9 +486,11 @@ def _elsewhere(name: str, task: str) -> Finding:
     )
 
 
+_ELSEWHERE = ("trico_parts", "filter", "group_size", "freshness", "estimators", "turn_value", "reasoning")
 FINDINGS |= {
     f"{name}_{task}": _elsewhere(name, task)
-    for name in ("trico_parts", "filter", "group_size", "freshness")
-    for task in ("frozenlake", "sokoban")
+    for name in _ELSEWHERE
+    for task in TASKS
+    if task != FINDINGS[name].task
 }
 """By name."""
