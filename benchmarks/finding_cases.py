@@ -91,7 +91,11 @@ TASKS: dict[str, Overrides] = {
         "warm_start.steps=500", "warm_start.episodes=4096",
     ),
 }  # fmt: skip
-_TITLES = {"frozenlake_visual": "the lake in images", "frozenlake": "the lake in text", "sokoban": "Sokoban"}
+_TITLES = {
+    "frozenlake_visual": "the lake in images",
+    "frozenlake": "the lake in text",
+    "sokoban": "Sokoban",
+}
 _RAGEN = "RAGEN, Wang et al. 2025, arXiv 2504.20073"
 _VAGEN = "VAGEN, Wang et al. 2025"
 _NO_KL = ("algorithm.loss.kl.coefficient=0.0", "algorithm.loss.kl.reference=null")
@@ -486,7 +490,15 @@ def _elsewhere(name: str, task: str) -> Finding:
     )
 
 
-_ELSEWHERE = ("trico_parts", "filter", "group_size", "freshness", "estimators", "turn_value", "reasoning")
+_ELSEWHERE = (
+    "trico_parts",
+    "filter",
+    "group_size",
+    "freshness",
+    "estimators",
+    "turn_value",
+    "reasoning",
+)
 FINDINGS |= {
     f"{name}_{task}": _elsewhere(name, task)
     for name in _ELSEWHERE

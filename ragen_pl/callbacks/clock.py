@@ -33,6 +33,8 @@ class RunClock(RolloutCallback):
         self._updating = False
         # number of points in the record that a checkpoint knows
         self._count: int | None = None
+        # the step that has ended last, whose point may follow the checkpoint
+        self._step: int | None = None
         self._logger: RecordsMetrics | None = None
 
     def _tell(
@@ -73,6 +75,8 @@ class RunClock(RolloutCallback):
             done = trainer.global_step - 1 if learns else trainer.current_epoch
             resumed = trainer.global_step > 0 or trainer.current_epoch > 0
             count = record.count_until(done if resumed else None, phase=record.phase)
+        elif learns and self._step is not None:
+            count = max(count, record.count_until(self._step, phase=record.phase))
         logger.keep(count)
         rows = [] if learns or self.elapsed else RecordReader(record.folder).rows()
         self.elapsed = rows[-1][ELAPSED] if rows else self.elapsed
@@ -106,6 +110,12 @@ class RunClock(RolloutCallback):
         """Tell of a minibatch."""
         self._updating = True
         self._tell(trainer, "update", "step", batch_idx + 1, int(trainer.num_training_batches))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: object
+    ) -> None:
+        """Note the step. Its metrics are logged after the hooks, one of which may write a checkpoint."""
+        self._step = trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a validation."""
@@ -157,12 +167,16 @@ class RunClock(RolloutCallback):
         if self._logger is not None:
             count = self._logger.record.count
             self._logger.record.synchronize()
-        return {"count": count, "seconds": dict(self._seconds), "elapsed": self.elapsed}
+        return {
+            "count": count, "step": self._step, "seconds": dict(self._seconds), "elapsed": self.elapsed,
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self._count, self.elapsed = state_dict["count"], state_dict["elapsed"]
         self._seconds = dict(state_dict["seconds"])
+        # none in a checkpoint of an earlier version
+        self._step = state_dict.get("step")
 
 
 def _memory(trainer: pl.Trainer) -> dict[str, float]:

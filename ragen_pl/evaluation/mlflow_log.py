@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from ragen_pl.base.records import FILE, read_records
 from ragen_pl.config.errors import ConfigError
+from ragen_pl.evaluation.report import JSON, MARKDOWN
 from ragen_pl.tracking.mlflow_run import (
     accepted_name,
     flattened,
@@ -54,7 +55,7 @@ def log_evaluation(
     """Log an evaluation and return a text that says where.
 
     The nested run has the evaluation's settings as parameters, the metrics
-    `<validation set>/<policy>/<metric>`, the folder as artifacts, and the first `traces` of each validation
+    `<validation set>/<policy>/<metric>`, its files as artifacts, and the first `traces` of each validation
     set's written episodes as traces.
 
     Args:
@@ -82,11 +83,14 @@ def log_evaluation(
         child = client.create_run(experiment, run_name=f"evaluation {folder.name}", tags=tags)
         child_id = child.info.run_id
         _log_values(client, child_id, child.info.start_time, cfg, validation_sets)
-        client.log_artifacts(child_id, str(folder))
-        # of an earlier evaluation in this folder there may be others
-        for file in (folder / name / FILE for name in validation_sets):
+        # the folder may hold an earlier evaluation, and files of others
+        for name in (JSON, MARKDOWN):
+            client.log_artifact(child_id, str(folder / name))
+        for name in validation_sets:
+            file = folder / name / FILE
             if not file.exists():
                 continue
+            client.log_artifacts(child_id, str(file.parent), name)
             trace_records(
                 islice(read_records(file), int(str(cfg["traces"]))),
                 images=file.parent,

@@ -17,8 +17,8 @@ from ragen_pl.metrics.shown import SIMULATED_USER, VALIDATED
 
 POLICY, BLANK_IMAGES, WARM_START = "policy", "blank images", "warm start"
 """Names in the tables of the trained policy, of the same with blank images, and of its warm start."""
-JSON = "evaluation.json"
-"""File of an evaluation's settings and metrics."""
+JSON, MARKDOWN = "evaluation.json", "evaluation.md"
+"""Files of an evaluation's settings and metrics, and of its tables."""
 
 Rows = list[list[str]]
 ValidationResults = Mapping[str, Mapping[str, Any]]
@@ -179,7 +179,7 @@ def write_report(
     evaluation = {"about": about, "validation_sets": validation_sets}
     for name, text in {
         JSON: json_text(evaluation, indent=1, ensure_ascii=False),
-        "evaluation.md": markdown(about, validation_sets),
+        MARKDOWN: markdown(about, validation_sets),
     }.items():
         with atomic_write(folder / name) as partial:
             partial.write_text(text, encoding="utf-8")

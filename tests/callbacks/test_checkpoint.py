@@ -14,7 +14,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ragen_pl.callbacks.checkpoint import RunCheckpoint, StopSignals
+from ragen_pl.callbacks.clock import RunClock
 from ragen_pl.callbacks.random_state import RandomState
+from ragen_pl.metrics.record import RecordReader
+from ragen_pl.tracking.loggers import RecordLogger
 
 
 @pytest.fixture
@@ -97,16 +100,19 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trainer_of(folder: Path, *callbacks: pl.Callback, epochs: int) -> pl.Trainer:
+def trainer_of(
+    folder: Path, *callbacks: pl.Callback, epochs: int, logger: object = False, **settings: object
+) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu",
         max_epochs=epochs,
-        logger=False,
+        logger=logger,
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=list(callbacks),
+        **settings,
     )
 
 
@@ -147,6 +153,41 @@ def test_last_checkpoint_is_kept_alone_if_no_other_is_wanted(tmp_path):
     noted = AtEpochStart()
     trainer_of(tmp_path, run, noted, epochs=4).fit(Model(), DATA, DATA)
     assert noted.found == [[], [], ["last.ckpt"], ["last.ckpt"]]
+
+
+class Logging(Model):
+    """A model that logs its loss, and is killed at a step."""
+
+    def __init__(self, *, killed_at: int = -1) -> None:
+        super().__init__()
+        self.killed_at = killed_at
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        if self.global_step == self.killed_at:
+            raise RuntimeError("killed")
+        loss = super().training_step(batch, index)
+        self.log("warm_start/loss", loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
+def test_a_run_that_goes_on_after_a_step_has_that_steps_point(tmp_path):
+    def fit(model, **resume):
+        trainer = trainer_of(
+            tmp_path,
+            RunClock(),
+            RunCheckpoint(dirpath=str(tmp_path), filename="step", every_n_train_steps=2, save_last=False),
+            epochs=2,
+            logger=RecordLogger(run_dir=str(tmp_path)),
+            log_every_n_steps=2,
+            limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(model, DATA, DATA, **resume)
+
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(Logging(killed_at=5))
+    fit(Logging(), ckpt_path=tmp_path / "step.ckpt")
+    assert [point.step for point in RecordReader(tmp_path).points()] == [1, 3, 5]
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
