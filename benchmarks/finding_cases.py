@@ -45,6 +45,7 @@ class Finding:
         criterion: What decides.
         iterations: Iterations of a run.
         followed: Metric of a validation, without `val/`, that is shown before and after RL; None for none.
+        repeats: Name of the finding that this one repeats on another task; None for none.
     """
 
     question: str
@@ -60,6 +61,7 @@ class Finding:
     starts: Mapping[str, Overrides] | None = None
     remark: str | None = None
     followed: str | None = None
+    repeats: str | None = None
 
     def start_of(self, arm: str) -> Overrides:
         """Return the overrides that an arm's warm start depends on."""
@@ -487,6 +489,7 @@ def _elsewhere(name: str, task: str) -> Finding:
         question=f"On {_TITLES[task]}: is *{more}* better than *{less}*?",
         task=task,
         arms={arm: finding.arms[arm] for arm in (more, less)},
+        repeats=name,
     )
 
 

@@ -57,21 +57,21 @@ def write_report(
         out: Folder of the runs.
         page: Page to write.
     """
-    sections, rows = [], []
     kept = _kept_results(page.read_text(encoding="utf-8")) if page.exists() else {}
+    bodies: dict[str, list[str]] = {}
     for name, finding in findings.items():
         runs: dict[str, dict[int, Cell]] = {}
         for cell in cells(name, seeds=_seeds_in(out / name)):
             if is_finished(cell.folder(out)):
                 runs.setdefault(cell.arm, {})[cell.seed] = cell
-        result, body = (
-            _results(name, finding, runs, out=out, page=page)
-            if runs
-            else kept.get(name, ("open", [_OPEN]))
-        )
-        rows.append(f"| [{name}](#{name}) | {finding.question} | {result} |")
-        sections.append("\n\n".join([f"## {name}", _claim(name, finding), *body]))
-    head = "| finding | question | verdict |\n|---|---|---|\n" + "\n".join(rows)
+        results = _results(name, finding, runs, out=out, page=page) if runs else kept.get(name)
+        bodies[name] = results or [_OPEN]
+    # repetitions after what they repeat
+    order = sorted(findings, key=lambda name: list(findings).index(findings[name].repeats or name))
+    sections = [
+        "\n\n".join([f"## {name}", _claim(name, findings[name]), *bodies[name]]) for name in order
+    ]
+    head = _verdicts(findings, {name: body[0] for name, body in bodies.items()})
     text = "\n\n".join([_INTRODUCTION, head, _total("\n".join(sections)), *sections])
     page.write_text(f"{text}\n", encoding="utf-8")
     print(page)
@@ -90,15 +90,38 @@ def _total(sections: str) -> str:
     )
 
 
-def _kept_results(page: str) -> dict[str, tuple[str, list[str]]]:
-    """Return the verdict of each finding on a page that was written before, and the blocks below its claim."""
+def _verdicts(findings: Mapping[str, Finding], results: Mapping[str, str]) -> str:
+    """Return the table of all verdicts, with a column a task."""
+    tasks = list(dict.fromkeys(finding.task for finding in findings.values()))
+    lines = [f"| finding | question | {' | '.join(tasks)} |", "|---|---|" + "---|" * len(tasks)]
+    for name, finding in findings.items():
+        if finding.repeats is not None:
+            continue
+        by_task = {findings[one].task: one for one in findings if findings[one].repeats == name}
+        by_task[finding.task] = name
+        cells = [
+            f"[{_in_short(results[by_task[task]])}](#{by_task[task]})" if task in by_task else ""
+            for task in tasks
+        ]
+        lines.append(f"| [{name}](#{name}) | {finding.question} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _in_short(result: str) -> str:
+    """Return the verdict and the difference that decides, from the first line of a finding's results."""
+    _, result, rest = result.split("**", 2)
+    difference = re.match(r": ([+-]?[\d.]+) ", rest)
+    return result[0].lower() + result[1:] + (f", {difference[1]}" if difference else "")
+
+
+def _kept_results(page: str) -> dict[str, list[str]]:
+    """Return the blocks below the claim of each finding on a page that was written before."""
     kept = {}
     for section in page.split("\n## ")[1:]:
         name, _, text = section.partition("\n")
         _, found, results = text.partition("\n\n**")
         if found:
-            verdict = results.partition("**")[0]
-            kept[name] = (verdict[0].lower() + verdict[1:], [f"**{results.strip()}"])
+            kept[name] = [f"**{results.strip()}"]
     return kept
 
 
@@ -125,8 +148,8 @@ def _claim(name: str, finding: Finding) -> str:
 
 def _results(
     name: str, finding: Finding, runs: Mapping[str, Mapping[int, Cell]], *, out: Path, page: Path
-) -> tuple[str, list[str]]:
-    """Return the verdict and the blocks below the claim."""
+) -> list[str]:
+    """Return the blocks below the claim. The first one has the verdict."""
     criterion = finding.criterion
     question = Question(set=_SET, may_differ=finding.may_differ)
     base = runs.get(criterion.less, {})
@@ -137,7 +160,7 @@ def _results(
             sides = [[str(side[seed].folder(out)) for seed in seeds] for side in (runs[arm], base)]
             found[arm] = compare(*sides, question)
     if criterion.more not in found:
-        return "open", [_OPEN]
+        return [_OPEN]
     decided = found[criterion.more]
     difference = decided.metrics[criterion.metric].difference
     result = verdict(difference, criterion, seeds=len(decided.sides[0]))
@@ -149,7 +172,7 @@ def _results(
     }
     draw(curves, title=name, file=plot, clock="processor minutes of RL")
     missing = [arm for arm in finding.arms if arm not in runs]
-    return result, [
+    return [
         f"**{result[0].upper()}{result[1:]}**: {with_interval(difference)}.",
         _table(finding, runs, found, curves, out=out),
         *([f"Open: {', '.join(missing)}."] if missing else []),
@@ -246,7 +269,8 @@ Success is greedy, of the last weights, on held-out episodes that are the same f
 interquartile mean over its seeds, and in brackets the 95% interval of a bootstrap over seeds and initial states
 ([how](evaluation.md#compare-runs)). Differences are paired by seed and by episode. A finding *holds* if the interval of
 the difference that decides lies above 0 and the difference is as large as the criterion says. It *does not hold* if the
-whole interval is below that. Else it *cannot be told*. A finding without runs is open. The processor seconds of a run
-are those of its whole process, start, validations and summary included. Success at equal time is interpolated between
+whole interval is below that. Else it *cannot be told*. A finding without runs is open. The table has a
+column for each task; where a cell is empty, no run is declared. The processor seconds of a run are those of its whole
+process, start, validations and summary included. Success at equal time is interpolated between
 the validations of each run, at the processor time of rollouts and updates in which the fastest run has ended, as a mean
 over seeds with its 95% interval (Student's t)."""

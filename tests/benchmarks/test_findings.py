@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -105,7 +106,11 @@ def test_a_finding_is_run_once_and_reported(
         followed="turns",
     )
     monkeypatch.setitem(cases.TASKS, "tiny", small)
-    declared = {"tiny": tiny, "later": replace(tiny, question="And later?")}
+    declared = {
+        "tiny": tiny,
+        "later": replace(tiny, question="And later?"),
+        "tiny_frozenlake": replace(tiny, task="frozenlake", repeats="tiny"),
+    }
     monkeypatch.setattr(findings, "FINDINGS", declared)
     # of a start that was killed
     killed = findings.Cell(name="tiny", arm="two epochs", seed=0).folder(tmp_path)
@@ -125,8 +130,11 @@ def test_a_finding_is_run_once_and_reported(
     page = tmp_path / "findings.md"
     report.write_report(declared, findings.cells, out=tmp_path, page=page)
     text = page.read_text()
-    assert "| [tiny](#tiny) | Does an update help? | cannot be told (1 of 5 seeds) |" in text
-    assert "| [later](#later) | And later? | open |" in text
+    difference = re.search(r"\*\*Cannot be told \(1 of 5 seeds\)\*\*: ([+-][\d.]+) \[", text)[1]
+    expected = f"[cannot be told (1 of 5 seeds), {difference}](#tiny) | [open](#tiny_frozenlake) |"
+    assert f"| [tiny](#tiny) | Does an update help? | {expected}" in text
+    assert "| [later](#later) | And later? | [open](#later) |  |" in text
+    assert re.findall("^## (.*)", text, re.MULTILINE) == ["tiny", "tiny_frozenlake", "later"]
     assert "16 episodes from" in text and "| two epochs | 1 | " in text
     curves = [report.curve_of(one.folder(tmp_path)) for one in findings.cells("tiny", seeds=1)]
     assert all(list(curve.iterations) == [0, 1, 2] for curve in curves)
