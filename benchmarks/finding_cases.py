@@ -394,6 +394,7 @@ FINDINGS: dict[str, Finding] = {
         arms=_SOLVER_ARMS,
         criterion=Criterion(more="solver", less="episodes"),
         iterations=16,
+        repeats="solver_teacher",
     ),
     "group_methods": Finding(
         question="Do later methods of groups learn more than leave-one-out from the same number of episodes?",
