@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.base.machine import only_new_garbage, used_memory
-from ragen_pl.config.environments import environment_configs, is_mixture
+from ragen_pl.config.environments import environment_configs, environment_nodes, is_mixture
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.environments.calls import EnvironmentCalls, manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
@@ -47,13 +47,22 @@ def check_environments(cfg: DictConfig) -> dict[str, gymnasium.Env[Any, Any]]:
     """Check each environment of a run with its own settings, and return them closed and unwrapped, by name.
 
     Raises:
-        ConfigError: One breaks the protocol, or in a mixture does not say whether its task is solved.
+        ConfigError: One breaks the protocol, or in a mixture does not say whether its task is solved, or has other
+            seats than the rest.
     """
     compared = is_mixture(cfg.env)
-    return {
+    environments = {
         name: check_environment(alone, says_success=compared)
         for name, alone in environment_configs(cfg).items()
     }
+    trained = (name for name, env in environment_nodes(cfg.env).items() if env.get("share", 1) > 0)
+    seats = {name: EnvironmentMembers(environments[name]).seats for name in trained}
+    if len({*seats.values()}) > 1:
+        found = ", ".join(f"{name} has seats={number}" for name, number in seats.items())
+        raise ConfigError(
+            f"env.environments: {found}; give all as many, as by an opponent in the game"
+        )
+    return environments
 
 
 def check_environment(cfg: DictConfig, *, says_success: bool = False) -> gymnasium.Env[Any, Any]:

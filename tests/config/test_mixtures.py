@@ -93,6 +93,8 @@ SHARE = "{frozenlake: 1, bandit: %s}"
         ),
         (TWO, "algorithm=grpo", "aggregation=seq-mean-token-mean: divides by the weights"),
         (TWO, "algorithm=starpo_s", "algorithm.filter: TopFraction .* different scales"),
+        ("{tic_tac_toe: 1, bandit: 1}", "", "env.environments: tic_tac_toe has seats=2, bandit has seats=1; give"),
+        ("{tic_tac_toe: {share: 1, kwargs: {opponent: random}}, bandit: 1}", "", None),
         (TWO, "algorithm=trico", None),
         (TWO, "algorithm=grpo algorithm.loss.policy.aggregation=token-mean", None),
     ],
