@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 HOLDS, NOT, UNKNOWN = "holds", "does not hold", "cannot be told"
 _SET = "held_out"
+_SAMPLED = "rollout/success"
 _HOURS = "took {} processor hours, and their warm starts {}"
 _OPEN = "**Open**: no run of the two arms that decide has ended."
 
@@ -193,8 +194,8 @@ def _table(
     # a run without RL has one validation
     seconds = min(float(one.seconds[-1]) for one in curves.values() if len(one.seconds) > 1)
     columns = (
-        "arm", "seeds", "success", f"less *{less}*", f"return, less *{less}*",
-        f"success after {seconds:.0f} processor s of RL", "sampled tokens", "processor s of a run",
+        "arm", "seeds", "before RL", "success", f"less *{less}*", f"return, less *{less}*",
+        f"success after {seconds:.0f} processor s of RL", "sampled success", "sampled tokens", "processor s of a run",
         "and of its warm start",
         *([] if finding.followed is None else [f"`{finding.followed}` before and after RL"]),
     )  # fmt: skip
@@ -217,11 +218,14 @@ def _table(
                 [cell.start(out) for cell in runs[arm].values()],
             )
         )
-        at_time = [curve.success_at(seconds) for (name, _), curve in curves.items() if name == arm]
+        own_curves = [curve for (name, _), curve in curves.items() if name == arm]
+        at_time = [curve.success_at(seconds) for curve in own_curves]
+        start = np.mean([curve.success[0] for curve in own_curves])
         cells = (
-            arm, str(len(one.sides[side])), f"{own.value:.3f} [{own.low:.3f}, {own.high:.3f}]", *differences,
-            with_half_width(*interval(at_time)), f"{one.costs[side]['response_tokens']:,.0f}", f"{spent:.0f}",
-            f"{before:.0f}",
+            arm, str(len(one.sides[side])), f"{start:.3f}", f"{own.value:.3f} [{own.low:.3f}, {own.high:.3f}]",
+            *differences, with_half_width(*interval(at_time)),
+            _sampled([cell.folder(out) for cell in runs[arm].values()]),
+            f"{one.costs[side]['response_tokens']:,.0f}", f"{spent:.0f}", f"{before:.0f}",
         )  # fmt: skip
         if finding.followed is not None:
             ends = [_ends(cell.folder(out), finding.followed) for cell in runs[arm].values()]
@@ -237,6 +241,18 @@ def _hours(runs: Mapping[str, Mapping[int, Cell]], *, out: Path) -> str:
         for folders in ({cell.folder(out) for cell in ended}, {cell.start(out) for cell in ended})
     )
     return f"{len(ended)} runs {_HOURS.format(f'{spent:.2f}', f'{before:.2f}')}; some of those are other findings' too."
+
+
+def _sampled(folders: Sequence[Path]) -> str:
+    """Return the mean success of the rollouts in the first and the last quarter of the iterations."""
+    quarters = []
+    for folder in folders:
+        points = RecordReader(folder, only=lambda own: own == _SAMPLED).points()
+        values = [point.metrics[_SAMPLED] for point in points if _SAMPLED in point.metrics]
+        size = max(1, len(values) // 4)
+        if values:
+            quarters.append([np.mean(values[:size]), np.mean(values[-size:])])
+    return " to ".join(f"{value:.3f}" for value in np.mean(quarters, axis=0)) if quarters else ""
 
 
 def _ends(folder: Path, metric: str) -> tuple[float, float]:
@@ -267,10 +283,11 @@ models may hold for those and not here.
 
 Success is greedy, of the last weights, on held-out episodes that are the same for all runs. An arm has the
 interquartile mean over its seeds, and in brackets the 95% interval of a bootstrap over seeds and initial states
-([how](evaluation.md#compare-runs)). Differences are paired by seed and by episode. A finding *holds* if the interval of
-the difference that decides lies above 0 and the difference is as large as the criterion says. It *does not hold* if the
-whole interval is below that. Else it *cannot be told*. A finding without runs is open. The table has a
-column for each task; where a cell is empty, no run is declared. The processor seconds of a run are those of its whole
-process, start, validations and summary included. Success at equal time is interpolated between
-the validations of each run, at the processor time of rollouts and updates in which the fastest run has ended, as a mean
-over seeds with its 95% interval (Student's t)."""
+([how](evaluation.md#compare-runs)). Differences are paired by seed and by episode. A finding *holds* if the interval
+of the difference that decides lies above 0 and the difference is as large as the criterion says. It *does not hold* if
+the whole interval is below that. Else it *cannot be told*. *Before RL* is the mean greedy success of the warm starts,
+and *sampled success* that of the rollouts, on states of training, in the first and in the last quarter of the
+iterations. A finding without runs is open. The table has a column for each task; where a cell is empty, no run is
+declared. The processor seconds of a run are those of its whole process, start, validations and summary included.
+Success at equal time is interpolated between the validations of each run, at the processor time of rollouts and
+updates in which the fastest run has ended, as a mean over seeds with its 95% interval (Student's t)."""

@@ -146,6 +146,15 @@ def test_a_finding_is_run_once_and_reported(
     ]
     assert "`turns` before and after RL |" in text
     assert f" | {turns[0]:.1f} to {turns[-1]:.1f} |" in text
+    (row,) = re.findall(r"^\| two epochs \|.*", text, re.MULTILINE)
+    sampled = [
+        one["metrics"]["rollout/success"]
+        for one in written
+        if "rollout/success" in one.get("metrics", {})
+    ]
+    assert len(sampled) == 2 and f"| {sampled[0]:.3f} to {sampled[1]:.3f} |" in row
+    trained = next(curve for curve in curves if curve.seconds[-1] > 0)
+    assert row.startswith(f"| two epochs | 1 | {trained.success[0]:.3f} |")
     first = replace(curves[0], seconds=np.array([0.0, 4.0, 8.0]), success=np.array([0.0, 0.2, 1.0]))
     assert [first.success_at(at) for at in (2.0, 6.0, 8.0)] == pytest.approx([0.1, 0.6, 1.0])
     assert (tmp_path / "findings_tiny.png").stat().st_size > 1000
