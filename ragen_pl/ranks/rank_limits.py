@@ -115,7 +115,8 @@ class StallLimit:
 
     def __init__(self) -> None:
         self._label, self._limit_s, self._end = "", 0.0, float("inf")
-        self._changed = float("-inf")
+        # of the end by force
+        self._changed, self._forced_s = float("-inf"), 0.0
 
     def move(self, label: str, limit_s: float) -> None:
         """Begin the limit anew.
@@ -126,8 +127,9 @@ class StallLimit:
         """
         now = time.monotonic()
         self._label, self._limit_s, self._end = label, limit_s, now + limit_s
-        if limit_s < float("inf") and now - self._changed > _CHANGE_S:
-            self._changed = now
+        is_longer = limit_s > self._forced_s
+        if limit_s < float("inf") and (is_longer or now - self._changed > _CHANGE_S):
+            self._changed, self._forced_s = now, limit_s
             if sys.__stderr__ is not None:
                 faulthandler.dump_traceback_later(
                     limit_s + _CHANGE_S + _FORCED_S, exit=True, file=sys.__stderr__
@@ -137,7 +139,7 @@ class StallLimit:
         """Suspend the rank's limits."""
         self._end = float("inf")
         if self._changed > 0:
-            self._changed = float("-inf")
+            self._changed, self._forced_s = float("-inf"), 0.0
             faulthandler.cancel_dump_traceback_later()
 
     @property

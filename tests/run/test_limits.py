@@ -123,6 +123,32 @@ def test_a_rank_that_goes_on_does_not_stall(monkeypatch):
     assert limit.expired is None
 
 
+def test_a_longer_limit_puts_off_the_end_by_force(monkeypatch):
+    """The first rank at the end of a rollout waits for the others: for longer than a turn may take."""
+    now, ends = 0.0, []
+    monkeypatch.setattr(rank_limits, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(
+        rank_limits.faulthandler, "dump_traceback_later", lambda after_s, **_: ends.append(now + after_s)
+    )  # fmt: skip
+    monkeypatch.setattr(rank_limits.faulthandler, "cancel_dump_traceback_later", ends.clear)
+    limit = StallLimit()
+    limit.move("rollout, 8 of 8 episodes done", 60.0)
+    now += 1.0
+    limit.move("end of the rollout", 1860.0)
+    assert ends[-1] > now + 1860.0
+    # and the next ones do not cost a system call each
+    for _ in range(3):
+        now += 1.0
+        limit.move("update", 60.0)
+    assert len(ends) == 2
+    now += 10.0
+    limit.move("update", 60.0)
+    assert now + 60.0 < ends[-1] < now + 120.0
+    limit.stop()
+    limit.move("rollout", 60.0)
+    assert len(ends) == 1 and ends[0] > now + 60.0
+
+
 @pytest.fixture
 def silent_rank():
     """Return a function that connects a rank that answers nothing, as a frozen process does."""
