@@ -288,12 +288,17 @@ def adapters_are_new(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model without its adapters."""
+    """Run the model without its adapters. Frozen ones stay frozen."""
+    adapters = [weight for name, weight in model.named_parameters() if "lora_" in name]
+    frozen = [weight for weight in adapters if not weight.requires_grad]
     model.disable_adapters()
     try:
         yield
     finally:
+        # peft lets all of them be trained
         model.enable_adapters()
+        for weight in frozen:
+            weight.requires_grad_(False)
 
 
 def merge_adapters(model: PreTrainedModel) -> None:

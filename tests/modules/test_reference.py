@@ -118,6 +118,19 @@ def test_initial_policy_is_the_model_without_new_adapters_and_a_copy_otherwise(p
     assert torch.equal(logits(reference), learned)
 
 
+def test_adapters_of_a_frozen_encoder_stay_frozen() -> None:
+    """A checkpoint names the trained weights, and the optimizer has no others."""
+    policy = PolicyModule(build_small_vlm(seed=0))
+    choose_trained_weights(policy.model, lora=LORA, freeze_vision=False)
+    policy.freeze_vision()
+    before = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert policy.frozen_later and before.isdisjoint(policy.frozen_later)
+    reference = AdaptersOff().build(policy)
+    reference.lm_head(torch.zeros(1, policy.bundle.hidden_size))
+    after = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert after == before
+
+
 def test_adapters_off_rejects_other_trained_weights(policy) -> None:
     choose_trained_weights(policy.model, lora=LORA)
     policy.model.get_output_embeddings().weight.requires_grad_(True)
