@@ -87,7 +87,9 @@ class PolicyModule(LeavesEmptySteps):
             bundle.checkpoint_layers()
         if not update.share_prefix:
             bundle.shares_prefix = False
-        bundle.packs_rows = update.packed
+        # a copy of a policy's bundle has the policy's
+        if update.packed is not None:
+            bundle.packs_rows = update.packed
         if update.packed and not can_pack(bundle):
             raise ValueError(
                 f"update.packed=true: the bounds of rows are not all that attention in {bundle.facts.family} needs, as "

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from ragen_pl.data.settings import UpdateSettings
 from ragen_pl.models.adapters import choose_trained_weights
 from ragen_pl.models.build import build_small_lm, build_small_vlm
 from ragen_pl.modules.policy import PolicyModule
@@ -105,6 +106,14 @@ def test_copy_shares_what_is_not_trained(policy, reference) -> None:
     change(policy, 0.05)
     assert torch.equal(logits(copied), learned) and not torch.equal(logits(policy), learned)
     assert any(weight.requires_grad for weight in policy.parameters())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("reference", [FrozenCopy(), MovingAverage()])
+def test_a_copy_computes_rows_as_the_policy_does(packed, reference) -> None:
+    update = UpdateSettings(packed=packed, share_prefix=False)
+    copied = reference.build(PolicyModule(build_small_lm(seed=0), update=update)).bundle
+    assert (copied.packs_rows, copied.shares_prefix) == (packed, False)
 
 
 def test_initial_policy_is_the_model_without_new_adapters_and_a_copy_otherwise(policy) -> None:
