@@ -538,9 +538,10 @@ class UpdateLoss:
         weight = mask.float()
         if batch.kl_weight is not None:
             weight[batch.samples.turn >= 0] *= batch.kl_weight
+        # a mean over the tokens of a sample would divide by their weights
         penalty = aggregate(
-            kl,
-            weight,
+            kl * weight,
+            mask,
             how=self.kl.aggregation,
             tokens=batch.kl_tokens,
             sequences=batch.sequences,

@@ -38,10 +38,10 @@ def folder(tmp_path_factory) -> str:
 
 
 def distillation(path: str, *, estimator: str = "full_reverse", **changes) -> UpdateLoss:
+    settings = {"aggregation": Aggregation.TOKEN_MEAN, "mask": sampled} | changes
     penalty = ReferenceKL(
-        coefficient=1.0, estimator=estimator, mask=sampled, aggregation=Aggregation.TOKEN_MEAN,
-        reference=Teacher(path=path), **changes,
-    )  # fmt: skip
+        coefficient=1.0, estimator=estimator, reference=Teacher(path=path), **settings
+    )
     return UpdateLoss(policy_coefficient=0.0, value_coefficient=0.0, whiten=False, kl=penalty)
 
 
@@ -158,6 +158,26 @@ def test_weights_of_turns_and_confidence_however_the_samples_are_split(make, fol
             float(of_turn.sum()), rel=1e-4
         )
         assert int(result.sums[f"kl_tokens_turn_{turn + 1}"]) == len(of_turn) > 0
+
+
+def test_a_mean_over_the_tokens_of_a_sample_keeps_the_weights_of_turns(make, folder) -> None:
+    """A sample is a turn here, whose tokens have one weight."""
+    weights = DivergenceWeights(turn_decay=0.5, confidence=False)
+    how = Aggregation.SEQ_MEAN_TOKEN_MEAN
+    agent = make.agent(loss=distillation(folder, weights=weights, aggregation=how))
+    batch = make.batch(agent, window=1)
+    samples = batch.samples
+    lengths = (samples.turn >= 0).sum(1)
+    with torch.no_grad():
+        each = plain_divergence(agent, samples, estimator="full_reverse").split(lengths.tolist())
+    decay = 0.5 ** samples.turn.amax(1)
+    weight = decay * lengths.sum() / (decay * lengths).sum()
+    assert weight.max() == 4 * weight.min()
+    expected = (weight * torch.stack([own.mean() for own in each])).mean()
+    loss, _ = make.gradient(agent, [make.minibatch(batch)])
+    assert loss == pytest.approx(float(expected), rel=1e-4)
+    plain, _ = make.gradient(agent, [replace(make.minibatch(batch), kl_weight=None)])
+    assert abs(plain - loss) > 1e-3
 
 
 def test_the_teachers_ratio_is_the_advantage_of_each_sampled_token(make, folder) -> None:
