@@ -165,7 +165,7 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients by the norms of their groups, or drop them all if one is not finite.
+        """Clip the gradients by the norms of their groups or by value, or drop them all if one is not finite.
 
         Those of a separate term are clipped by their own norm and added. Those of a group that the step does not train
         are dropped.
@@ -193,7 +193,9 @@ class GuardedModule(LeavesEmptySteps, OptimizedModule):
         if skipped:
             # optimizers leave weights without a gradient, and their moments, as they are
             optimizer.zero_grad(set_to_none=True)
-        elif gradient_clip_val is not None:
+        elif gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val is not None and gradient_clip_val > 0.0:
             for name, weights in groups.items():
                 torch.nn.utils.clip_grads_with_norm_(weights, gradient_clip_val, norms[name])
         if self.separate_norm is not None and not skipped:

@@ -213,6 +213,22 @@ def test_weights_without_decay_are_clipped_with_the_others_of_their_module(make)
         assert float(clipped.norm()) == pytest.approx(1.0, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("limit", "algorithm", "expected"),
+    [(0, None, [2.0, -0.5]), (0.0, "norm", [2.0, -0.5]), (1.0, "value", [1.0, -0.5])],
+)
+def test_gradients_are_clipped_as_a_trainer_says(make, limit, algorithm, expected):
+    """A limit of 0 is none in Lightning."""
+    agent = make.agent()
+    optimizer = agent.configure_optimizers()["optimizer"]
+    for number, module in enumerate((agent.policy, agent.critic)):
+        for weight in module.parameters():
+            weight.grad = torch.full_like(weight, (2.0, -0.5)[number])
+    agent.configure_gradient_clipping(optimizer, limit, algorithm)
+    for value, module in zip(expected, (agent.policy, agent.critic), strict=True):
+        assert all(bool((weight.grad == value).all()) for weight in module.parameters())
+
+
 def test_estimator_that_needs_values_requires_a_critic(make):
     bundle = make.bundle()
     settings = {
