@@ -18,7 +18,7 @@ from ragen_pl.algorithms.advantages.graphgpo import GraphRelative
 from ragen_pl.algorithms.advantages.group import GroupRelative, LeaveOneOut, SuccessRelative
 from ragen_pl.algorithms.advantages.reinforce import BatchRelative, RawReturn, ReinforcePlusPlus
 from ragen_pl.algorithms.advantages.turn import TurnGAE
-from ragen_pl.algorithms.advantages.turn_baseline import TurnLeaveOneOut
+from ragen_pl.algorithms.advantages.turn_baseline import Absent, TurnLeaveOneOut
 from ragen_pl.algorithms.credit import Estimator, broadcast
 from ragen_pl.algorithms.masks import until_action
 from ragen_pl.algorithms.normalization import ByBatch, ByGroup, RewardNormalizer, Running
@@ -194,6 +194,28 @@ def test_a_mean_in_place_of_the_critic_is_that_of_the_centered_returns(bundle) -
     on = raw.samples.advantage_mask
     lower = (raw.samples.returns - center[raw.samples.episode][:, None])[on]
     torch.testing.assert_close(centered.samples.advantages[on], lower - lower.mean())
+
+
+@pytest.mark.parametrize("by", [ByBatch(scale_by_std=False), ByGroup(scale_by_std=False)])
+@pytest.mark.parametrize("absent", Absent)
+def test_members_of_a_group_are_compared_without_their_common_center(bundle, absent, by) -> None:
+    """Episodes of a group have one to four turns."""
+    normalizer = RewardNormalizer(by=by)
+    estimator = TurnLeaveOneOut(gamma=0.9, absent=absent)
+    raw = credited(bundle, window=1, estimator=estimator)
+    centered = credited(bundle, window=1, estimator=estimator, normalizer=normalizer)
+    center, _ = normalizer.by(raw.episodes.turn_rewards.sum(1), raw.episodes.group, iteration=0)
+    assert float(center.abs().max()) > 0.1
+    # a turn that no other member has is compared with nothing
+    episodes, turn = raw.episodes, raw.samples.turn
+    longer = torch.zeros(raw.samples.turn.shape, dtype=torch.int64)
+    for row, number in enumerate(raw.samples.episode.tolist()):
+        others = episodes.turns[episodes.group == episodes.group[number]]
+        longer[row] = (others[:, None] > turn[row]).sum(0)
+    compared = raw.samples.loss_mask & ((longer > 1) | (absent is Absent.ZERO))
+    torch.testing.assert_close(
+        centered.samples.advantages[compared], raw.samples.advantages[compared], rtol=1e-5, atol=1e-5
+    )  # fmt: skip
 
 
 def test_centering_without_a_critic_lowers_every_return_alike(bundle) -> None:

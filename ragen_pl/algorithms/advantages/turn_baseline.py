@@ -33,7 +33,7 @@ def turn_leave_one_out(
     its own choice, and so rewards or punishes going on (verl, issue 7244).
 
     Args:
-        from_here: `[trajectories, turns]`, returns from each turn on.
+        from_here: `[trajectories, turns]`, returns from each turn on; beyond the last turn those without a reward.
         turns: int64 `[trajectories]`, number of turns.
         group: int64 `[trajectories]`.
         absent: How members without such a turn count.
@@ -50,7 +50,7 @@ def turn_leave_one_out(
     place = torch.arange(from_here.shape[1], device=turns.device).expand_as(from_here)
     reached = place < turns[:, None]
     counted = reached if absent is Absent.LEFT_OUT else torch.ones_like(reached)
-    values = torch.where(reached, from_here.float(), 0.0)[counted]
+    values = from_here.float()[counted]
     sets = torch.stack([group[:, None].expand_as(place)[counted], place[counted]], dim=1)
     result = torch.zeros(from_here.shape, device=from_here.device)
     result[counted] = relative_to_others(
