@@ -19,7 +19,7 @@ class OptimizationSettings:
     """Learning rates over iterations, and options of the optimizer; keys of the configuration itself.
 
     Attributes:
-        learning_rate_end: Learning rate at the last iteration as a fraction of the highest, with a linear decay.
+        learning_rate_end: Learning rate after the last iteration as a fraction of the highest, with a linear decay.
         learning_rate_warm_up: Number of first iterations over which the learning rate rises linearly.
         master_weights: Keep float32 copies of trained weights in bfloat16; false where the optimizer keeps its own.
         decay_vectors: Apply the optimizer's weight decay to norms and biases too.
