@@ -178,7 +178,9 @@ def _complete(
     _check_finite({"state_dict": weights}, parameters, source=source, hint=hint, prefix=prefix)
     fingerprints = {key: value for key, value in saved.get(FINGERPRINTS, {}).items() if key == name}
     if fingerprints:
-        check_frozen(fingerprints, {name: fingerprint(_model(module))}, source=source)
+        held = module.frozen_later if isinstance(module, PolicyModule) else ()
+        present = {name: fingerprint(_model(module), held=held)}
+        check_frozen(fingerprints, present, source=source)
     return complete
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -60,12 +60,20 @@ def with_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     return own | dict(state)
 
 
-def fingerprint(model: nn.Module) -> Fingerprint:
+def fingerprint(model: nn.Module, *, held: Collection[str] = ()) -> Fingerprint:
     """Return digests of a model's config and frozen weights, empty where it has none.
 
     Some values of some matrices are compared, as bfloat16: a model loaded in another type is the same.
+
+    Args:
+        model: Model.
+        held: `PolicyModule.frozen_later`, which checkpoints hold.
     """
-    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    frozen = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if not weight.requires_grad and f"model.{name}" not in held
+    }
     if not frozen:
         return {}
     shapes = {name: list(weight.shape) for name, weight in frozen.items()}
@@ -105,7 +113,8 @@ def fingerprints(module: nn.Module) -> dict[str, Fingerprint]:
     digests: dict[str, Fingerprint] = {}
     for name, part in module.named_children():
         if isinstance(part, PolicyModule | CriticModule) and not isinstance(part, AveragedPolicy):
-            digests[name] = {} if part.model is None else fingerprint(part.model)
+            held = part.frozen_later if isinstance(part, PolicyModule) else ()
+            digests[name] = {} if part.model is None else fingerprint(part.model, held=held)
     return {name: values for name, values in digests.items() if values}
 
 

@@ -99,6 +99,37 @@ def test_changed_base_is_refused(make):
         changed.on_load_checkpoint(checkpoint)
 
 
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("freeze", [False, True], ids=["evaluated", "resumed"])
+def test_weights_that_were_frozen_later_are_those_of_the_checkpoint(make, lora, freeze):
+    """An evaluation freezes none of them, and a run that goes on may have others before it loads its checkpoint."""
+
+    def policy_of(*, trained: bool, freeze: bool) -> WarmStartModule:
+        bundle = make.bundle(images=True)
+        choose_trained_weights(bundle.model, lora=lora, freeze_projector=False)
+        module = WarmStartModule(
+            PolicyModule(bundle), None, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)
+        )
+        module.trainer = make.agent().trainer
+        if trained:
+            train(module)
+        if freeze:
+            module.policy.freeze_vision()
+        return module
+
+    saved = policy_of(trained=True, freeze=True)
+    checkpoint = checkpoint_of(saved)
+    assert saved.policy.frozen_later <= {
+        name.removeprefix("policy.") for name in checkpoint["state_dict"]
+    }
+    other = policy_of(trained=False, freeze=freeze)
+    loaded = {key: checkpoint[key] for key in ("state_dict", FINGERPRINTS)}
+    other.on_load_checkpoint(loaded)
+    other.load_state_dict(loaded["state_dict"])
+    for name, weight in other.policy.named_parameters():
+        assert torch.equal(weight, saved.policy.get_parameter(name)), name
+
+
 def test_changed_initial_weights_of_a_reference_are_refused(make):
     checkpoint = checkpoint_of(agent_of(make, lora=None))
     assert set(checkpoint[FINGERPRINTS]) == {"reference"}
