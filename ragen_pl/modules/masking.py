@@ -9,21 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ragen_pl.algorithms.masks import above_quantile, filled, sampled, top_in_turn
+from ragen_pl.algorithms.masks import above_quantile, filled, sampled
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import PositiveFraction
 from ragen_pl.base.distributed import sum_over_ranks
 from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
-from ragen_pl.trajectory import SAMPLED_SPANS, Span
-
-if TYPE_CHECKING:
-    from ragen_pl.metrics.importance import ImportanceStatistics
+from ragen_pl.trajectory import Span
 
 Mask = Callable[[Tensor, Tensor], Tensor]
 """(spans, turn index), both `[episodes, tokens]` → bool or, for M_loss, a weight `[episodes, tokens]`."""
@@ -220,67 +216,6 @@ def keep_top_entropy(masks: TokenMasks, entropy: Tensor, *, fraction: float) -> 
         masks.narrow_loss(
             above_quantile(entropy, masks.loss, fraction=fraction, all_reduce=sum_over_ranks)
         )
-
-
-def keep_important(
-    masks: TokenMasks,
-    scores: Tensor,
-    batch: TrajectoryBatch,
-    layout: CreditLayout,
-    *,
-    keep: Importance,
-) -> None:
-    """Narrow M_loss and M_adv to actions and the tokens that matter most for them.
-
-    Args:
-        masks: Changed in place.
-        scores: Saliency, `[rows, time]`.
-        batch: Trajectories with spans.
-        layout: Credit layout of the batch.
-        keep: Fractions of the tokens to keep.
-    """
-    turn, score = layout.turn, layout.gather(scores)
-    action = layout.gather(batch.samples.spans) == Span.ACTION
-    turns = batch.episodes.turn_rewards.shape[1]
-    actions = torch.zeros(len(action), turns + 1, device=action.device)
-    has_action = actions.scatter_add(1, turn + 1, action.float()).gather(1, turn + 1) > 0
-
-    def narrowed(mask: Tensor, fraction: float) -> Tensor:
-        selected = top_in_turn(score, mask & ~action, turn, fraction=fraction)
-        return mask & torch.where(has_action, selected | action, True)
-
-    masks.advantage = narrowed(masks.advantage, keep.advantage)
-    masks.narrow_loss(narrowed(masks.loss, keep.loss))
-
-
-def record_importance(
-    statistics: ImportanceStatistics,
-    samples: Samples,
-    scores: Tensor,
-    *,
-    before: Tensor,
-    after: Tensor,
-    image_token: int | None,
-) -> None:
-    """Add the scores and the narrowing of M_loss to the statistics, by kind of token.
-
-    Args:
-        statistics: Changed in place.
-        samples: Samples that were scored.
-        scores: Saliency, `[rows, time]`.
-        before: M_loss before the narrowing, bool `[rows, time]`.
-        after: M_loss after the narrowing, bool `[rows, time]`.
-        image_token: Id of an image slot, None for a text model.
-    """
-    place = torch.arange(samples.turn.shape[1], device=samples.turn.device)
-    is_padding = place >= samples.length[:, None]
-    prompt = (samples.turn < 0) & ~is_padding & (samples.weight > 0)[:, None]
-    image = prompt & (samples.input_ids == (-1 if image_token is None else image_token))
-    statistics.add("image", scores, image)
-    statistics.add("text", scores, prompt & ~image)
-    for span in SAMPLED_SPANS:
-        of_span = samples.sampled & (samples.spans == span)
-        statistics.add(span.name.lower(), scores, of_span, before=before, after=after)
 
 
 def _of_turn(values: Tensor, turn: Tensor) -> Tensor:

@@ -21,14 +21,7 @@ from ragen_pl.metrics.update import TURNS, PreparationStatistics
 from ragen_pl.models.distribution import TopLogprobs
 from ragen_pl.models.truncation import KeptIds
 from ragen_pl.modules.credit import assign_credit, kl_penalty, write_credit
-from ragen_pl.modules.masking import (
-    Masks,
-    TokenMasks,
-    compute_token_masks,
-    keep_important,
-    keep_top_entropy,
-    record_importance,
-)
+from ragen_pl.modules.masking import Masks, TokenMasks, compute_token_masks, keep_top_entropy
 from ragen_pl.modules.policy import PolicyModule, TokenScores
 from ragen_pl.modules.scorer import Scorer
 from ragen_pl.modules.sharding import gradients_inside
@@ -251,7 +244,7 @@ def _narrow_by_importance(
     microbatches: list[Tensor],
     statistics: ImportanceStatistics | None,
 ) -> None:
-    from ragen_pl.modules.saliency import SaliencyReadout
+    from ragen_pl.modules.saliency import SaliencyReadout, keep_important, record_importance
 
     assert masks.importance is not None
     samples = batch.samples

@@ -1,7 +1,8 @@
 """Gradient saliency of the policy: how much each token and image patch matters for the actions that follow it.
 
 The score of a position is `|e · d log p(actions) / d e|` with e its input embedding, a word's or an image patch's. To
-first order it is the change of the log-probability if the embedding faded to zero (Shrikumar et al., 2017).
+first order it is the change of the log-probability if the embedding faded to zero (Shrikumar et al., 2017). Masks that
+go by it (`masking.Importance`) are narrowed here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ragen_pl.data.batch import Samples
+from ragen_pl.algorithms.masks import top_in_turn
+from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
 from ragen_pl.models.inputs import DecoderInputs, embeddings_replaced, run_decoder
 from ragen_pl.modules.forward import (
     LOGITS_MIB,
@@ -22,9 +24,11 @@ from ragen_pl.modules.forward import (
     shared_images,
     tokens_per_chunk,
 )
-from ragen_pl.trajectory import Span
+from ragen_pl.modules.masking import Importance, TokenMasks
+from ragen_pl.trajectory import SAMPLED_SPANS, Span
 
 if TYPE_CHECKING:
+    from ragen_pl.metrics.importance import ImportanceStatistics
     from ragen_pl.models.bundle import ModelBundle
 
 
@@ -122,3 +126,64 @@ def gradient_times_input(
         (embeds,) = entering
         (gradient,) = torch.autograd.grad(scores.logprobs.sum(), embeds)
     return (gradient * embeds.detach()).sum(-1).abs().float()
+
+
+def keep_important(
+    masks: TokenMasks,
+    scores: Tensor,
+    batch: TrajectoryBatch,
+    layout: CreditLayout,
+    *,
+    keep: Importance,
+) -> None:
+    """Narrow M_loss and M_adv to actions and the tokens that matter most for them.
+
+    Args:
+        masks: Changed in place.
+        scores: Saliency, `[rows, time]`.
+        batch: Trajectories with spans.
+        layout: Credit layout of the batch.
+        keep: Fractions of the tokens to keep.
+    """
+    turn, score = layout.turn, layout.gather(scores)
+    action = layout.gather(batch.samples.spans) == Span.ACTION
+    turns = batch.episodes.turn_rewards.shape[1]
+    actions = torch.zeros(len(action), turns + 1, device=action.device)
+    has_action = actions.scatter_add(1, turn + 1, action.float()).gather(1, turn + 1) > 0
+
+    def narrowed(mask: Tensor, fraction: float) -> Tensor:
+        selected = top_in_turn(score, mask & ~action, turn, fraction=fraction)
+        return mask & torch.where(has_action, selected | action, True)
+
+    masks.advantage = narrowed(masks.advantage, keep.advantage)
+    masks.narrow_loss(narrowed(masks.loss, keep.loss))
+
+
+def record_importance(
+    statistics: ImportanceStatistics,
+    samples: Samples,
+    scores: Tensor,
+    *,
+    before: Tensor,
+    after: Tensor,
+    image_token: int | None,
+) -> None:
+    """Add the scores and the narrowing of M_loss to the statistics, by kind of token.
+
+    Args:
+        statistics: Changed in place.
+        samples: Samples that were scored.
+        scores: Saliency, `[rows, time]`.
+        before: M_loss before the narrowing, bool `[rows, time]`.
+        after: M_loss after the narrowing, bool `[rows, time]`.
+        image_token: Id of an image slot, None for a text model.
+    """
+    place = torch.arange(samples.turn.shape[1], device=samples.turn.device)
+    is_padding = place >= samples.length[:, None]
+    prompt = (samples.turn < 0) & ~is_padding & (samples.weight > 0)[:, None]
+    image = prompt & (samples.input_ids == (-1 if image_token is None else image_token))
+    statistics.add("image", scores, image)
+    statistics.add("text", scores, prompt & ~image)
+    for span in SAMPLED_SPANS:
+        of_span = samples.sampled & (samples.spans == span)
+        statistics.add(span.name.lower(), scores, of_span, before=before, after=after)
