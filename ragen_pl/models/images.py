@@ -85,7 +85,7 @@ def features_of(output: Mapping[str, Any]) -> tuple[Any, list[Any], FeatureForm]
 
 @dataclass(slots=True)
 class HeldFeatures:
-    """Features of images by the key of their content; the oldest go first where they take too much memory.
+    """Features of images by their content and device; the oldest go first where they take too much memory.
 
     Attributes:
         max_bytes: Largest size of the features.
@@ -252,7 +252,8 @@ class ImageEncoder:
 
     def _encode_frozen(self, images: Sequence[np.ndarray]) -> ImageFeatures:
         """Return the features of images, each encoded once in the life of the model while it fits."""
-        keys = [content_key(image) for image in images]
+        device = str(next(self.model.parameters()).device).encode()
+        keys = [content_key(image) + device for image in images]
         known = {key: self.held.by_key[key] for key in keys if key in self.held.by_key}
         new = {key: image for key, image in zip(keys, images, strict=True) if key not in known}
         if new:

@@ -135,6 +135,16 @@ def test_a_copy_with_the_same_frozen_encoder_has_its_features(monkeypatch):
     assert calls == [1] and torch.equal(features[0].tokens, features[1].tokens)
 
 
+def test_features_of_a_frozen_encoder_are_on_the_device_of_its_model():
+    """A Trainer moves a model to a GPU, and back to the host when it has ended."""
+    policy = PolicyModule(build_small_vlm(seed=0))
+    policy.freeze_vision()
+    (image,) = images((32, 32))
+    assert policy.bundle.images.encode([image]).tokens.device.type == "cpu"
+    policy.bundle.to(torch.device("meta"))
+    assert policy.bundle.images.encode([image]).tokens.device.type == "meta"
+
+
 def test_a_trained_encoder_sees_an_image_anew(monkeypatch):
     bundle = build_small_vlm(seed=0)
     calls = count_encoded(bundle, monkeypatch)
