@@ -281,9 +281,9 @@ def _first_stop(text: str, stops: Sequence[str], *, start: int) -> tuple[int, in
 
 
 def _cut(generation: Generation, length: int) -> Generation:
-    """Return the first tokens of a response. The mean entropy of these is not known."""
+    """Return the first tokens of a response, which end it. The mean entropy of these is not known."""
     if length >= len(generation.ids):
-        return generation
+        return replace(generation, hit_length_limit=False)
     kept_ids, kept_counts = generation.kept_ids, generation.kept_counts
     if kept_ids is not None and kept_counts is not None:
         kept_counts = kept_counts[:length]

@@ -183,6 +183,19 @@ report(reward=1, info={"said": said(one), "calls": len(two["choices"][0]["messag
     assert not first.hit_length_limit
 
 
+def test_a_stop_string_at_the_length_limit_ends_the_response(play, script, native_lm):
+    tokens = len(native_lm.tokenizer("before STOP")["input_ids"])
+    body = """
+answer = ask("a", stop=["STOP"])["choices"][0]
+report(reward=1, info={"said": answer["message"]["content"], "why": answer["finish_reason"]})
+"""
+    write = lambda *_: ("before STOP", False)  # noqa: E731
+    (episode,) = play(script(body), write, max_response_tokens=tokens)
+    (turn,) = episode.turns
+    assert turn.info["program"]["why"] == "stop" and turn.info["program"]["said"] == "before "
+    assert turn.action_is_valid and not turn.hit_length_limit and "format" not in turn.reward_terms
+
+
 def test_responses_that_are_not_trained_are_marked(play, script):
     body = """
 ask("a", headers={"x-train": "false"})
