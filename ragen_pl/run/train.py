@@ -308,7 +308,8 @@ def learn_from_demonstrations(
     if resumed:
         check_resumable(checkpoint, module, trusted=cfg.trust)
     shared = (
-        "accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val", *LIMITS,
+        "accelerator", "devices", "num_nodes", "strategy", "precision", "gradient_clip_val", "deterministic",
+        "benchmark", "detect_anomaly", *LIMITS,
     )  # fmt: skip
     trainer = build_trainer(
         {name: value for name, value in plain(cfg.trainer).items() if name in shared},

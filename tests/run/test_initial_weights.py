@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import filecmp
+from typing import ClassVar
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from support.runs.composing import composed
 from support.runs.small_runs import SMALL
+
+from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.run.train import train
 
 # the rate does not depend on the number of iterations
 CONSTANT_RATE = "learning_rate_end=1.0"
+
+
+class Flags(RolloutCallback):
+    """Notes whether each phase of a run computes deterministically and looks for anomalies."""
+
+    in_warm_start = True
+    found: ClassVar[list[tuple[bool, bool]]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        anomalies = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        self.found.append((torch.are_deterministic_algorithms_enabled(), anomalies))
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +91,17 @@ def test_a_frozen_encoder_is_that_of_the_warm_start_and_in_checkpoints(job):
     run.run("trainer.max_epochs=2", "ckpt_path=last", settings=settings)
     reference.run("trainer.max_epochs=2", settings=settings)
     assert not run.differs_from(reference)
+
+
+@pytest.mark.slow
+def test_the_warm_start_computes_with_the_flags_of_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(Flags, "found", [])
+    flags = ("+trainer.deterministic=warn", "+trainer.detect_anomaly=true")
+    seen = f"+callbacks.flags={{_target_: {__name__}.Flags}}"
+    steps = ("warm_start.steps=1", "trainer.max_epochs=1")
+    try:
+        train(composed(*SMALL, *steps, *flags, seen, f"paths.root={tmp_path}"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert Flags.found == [(True, True)] * 2
