@@ -115,8 +115,8 @@ class TeacherServer:
         if facts.temperature != 1.0 or facts.adapts_temperature or facts.truncates:
             raise ValueError(
                 f"{_KEY}: a server scores at temperature 1 and over all ids, and the policy samples otherwise; set "
-                "rollout.temperature=1.0 rollout.adaptive_temperature=null rollout.top_p=null rollout.top_k=null "
-                "rollout.min_p=null"
+                "rollout.temperature=1.0 rollout.adaptive_temperature=null rollout.top_p=1 rollout.top_k=null "
+                "rollout.min_p=0"
             )
         if kl is not None and kl.top is not None:
             self.check_top(kl.top.number)

@@ -297,7 +297,7 @@ class RolloutDataModule(MinibatchDataModule):
         if not isinstance(module, PlaysOpponents):
             raise TypeError(
                 f"opponents: {type(module).__name__} has no opponent_engine; give it one "
-                "(ragen_pl.data.opponents.PlaysOpponents), or set opponents=null"
+                "(ragen_pl.data.opponents.PlaysOpponents), or leave opponents out"
             )
         weights = opponents.begin(iteration, module, groups=self.settings.groups, seed=self.seed)
         return EngineResponder(

@@ -32,7 +32,7 @@ from ragen_pl.trajectory import EpisodeStatus, Trajectory
 
 _ONE_SEAT = (
     "opponents: the policy has one seat in this environment; take a game of two with env.kwargs.opponent=null, the "
-    "support desk with env.kwargs.user=seat, or set opponents=null"
+    "support desk with env.kwargs.user=seat, or leave opponents out"
 )
 
 OpponentRule: TypeAlias = Literal["uniform", "squared", "variance"]
@@ -157,7 +157,7 @@ class Opponents:
         wrong = next((key for key, value in others.items() if value), None)
         if wrong is not None:
             raise ValueError(
-                f"opponents: do not work with {wrong}; leave it out, or set opponents=null"
+                f"opponents: do not work with {wrong}; leave it out, or leave opponents out"
             )
         for file in self.files:
             if not Path(file).expanduser().is_file():

@@ -104,8 +104,8 @@ def _fsdp2_problems(cfg: DictConfig, *, ranks: int | None) -> Iterator[str]:
         )
     if cfg.get("opponents"):
         yield (
-            "opponents: a copy of the policy samples with their weights, which FSDP2 shards; set opponents=null, or "
-            "trainer.strategy=ddp"
+            "opponents: a copy of the policy samples with their weights, which FSDP2 shards; leave opponents out, or "
+            "set trainer.strategy=ddp"
         )
     left_out = ("context.leave_out.patches", "context.leave_out.turns")
     if any(OmegaConf.select(cfg, key) for key in left_out):

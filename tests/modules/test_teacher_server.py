@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -236,3 +237,21 @@ def test_what_a_server_does_not_tell_is_refused_before_a_model_is_built(
     environments = {cfg.env.name: make_environment(cfg.env).unwrapped}
     with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         check_components(cfg, environments)
+
+
+def test_the_remedy_for_another_distribution_is_accepted(servers):
+    base = (
+        "env=frozenlake", "algorithm=opsd", "algorithm.loss.kl.hint=null", "algorithm.loss.kl.estimator=k2",
+        f"+algorithm.loss.kl.reference={{_target_: {TARGET}, urls: [{servers[0].url}]}}",
+    )  # fmt: skip
+    given = ("rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.1")
+
+    def check(*overrides: str) -> None:
+        cfg = composed(*base, *overrides)
+        check_components(cfg, {cfg.env.name: make_environment(cfg.env).unwrapped})
+
+    with pytest.raises(ConfigError, match="at temperature 1") as refused:
+        check(*given)
+    remedy = re.findall(r"rollout\.\w+=\S+", str(refused.value))
+    assert len(remedy) == 5
+    check(*given, *remedy)
