@@ -103,7 +103,7 @@ class Attempts:
             for number, (spec, responses) in enumerate(zip(specs, of_episodes, strict=True))
         )
         self._ended: dict[int, list[Trajectory]] = {}
-        self._pauses = 0
+        self._all_broken = False
 
     @property
     def ended(self) -> int:
@@ -118,9 +118,11 @@ class Attempts:
     def batches(self, size: int) -> Iterator[list[Attempt]]:
         """Yield attempts until all episodes have ended, at most `size` at once; `end` has to follow each time."""
         while self._waiting:
-            if self._pauses:
-                pause(self._pauses)
-            yield [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+            if self._all_broken:
+                # by the attempts, not the batches, of which there may be many
+                pause(max(1, *(len(attempt.failed_after) for attempt in batch)))
+            yield batch
 
     def end(self, attempts: Sequence[Attempt], episodes: Sequence[Episode]) -> None:
         """Note how attempts have ended. Episodes that may have another one wait for it, behind the others."""
@@ -141,7 +143,7 @@ class Attempts:
             trajectories[0].replayed_turns = attempt.replayed
             self._ended[attempt.number] = trajectories
         # what they all need may be on its way back
-        self._pauses = self._pauses + 1 if broken == len(attempts) else 0
+        self._all_broken = broken == len(attempts)
 
 
 def open_slots(

@@ -130,6 +130,17 @@ def test_failures_of_infrastructure_change_no_trajectory(lm, fragile, num_envs):
     assert asked_in_all == asked
 
 
+def test_pauses_grow_with_the_attempts_and_not_with_the_episodes(lm, fragile, monkeypatch):
+    fragile(1.0)
+    pauses: list[float] = []
+    monkeypatch.setattr(attempts_module, "_PAUSE_S", 1.0)
+    monkeypatch.setattr(attempts_module.time, "sleep", pauses.append)
+    episodes, _ = sampled(lm, num_envs=2)
+    assert all(one.status is EpisodeStatus.FAILED for one in episodes)
+    # 16 batches, three attempts at each
+    assert len(pauses) == 47 and max(pauses[:31]) <= 1.0 < max(pauses) <= 2.0
+
+
 def test_an_episode_is_given_up_after_all_attempts(lm, fragile):
     fragile(1.0)
     (episode,), _ = sampled(lm, SPECS[:1])
