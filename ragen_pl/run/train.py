@@ -325,7 +325,7 @@ def learn_from_demonstrations(
             RunCheckpoint(
                 dirpath=str(run.folder),
                 filename=checkpoint.stem,
-                every_n_train_steps=cfg.warm_start.checkpoint_every_n_steps,
+                every_n_train_steps=cfg.warm_start.checkpoint_every_n_steps or 0,
                 save_last=False,
             ),
             UnusedWeights(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import filecmp
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +12,7 @@ from support.runs.composing import composed
 from support.runs.small_runs import SMALL
 
 from ragen_pl.loops.hooks import RolloutCallback
+from ragen_pl.modules.warm_start import WarmStartModule
 from ragen_pl.run.train import train
 
 # the rate does not depend on the number of iterations
@@ -27,6 +28,19 @@ class Flags(RolloutCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         anomalies = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         self.found.append((torch.are_deterministic_algorithms_enabled(), anomalies))
+
+
+class Saved(RolloutCallback):
+    """Notes the steps of the warm start's checkpoints."""
+
+    in_warm_start = True
+    steps: ClassVar[list[int]] = []
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if isinstance(pl_module, WarmStartModule):
+            self.steps.append(trainer.global_step)
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +119,15 @@ def test_the_warm_start_computes_with_the_flags_of_the_trainer(tmp_path, monkeyp
     finally:
         torch.use_deterministic_algorithms(False)
     assert Flags.found == [(True, True)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("every", "steps"), [("null", []), ("2", [2, 4])])
+def test_the_warm_start_writes_no_other_checkpoints_than_asked_for(
+    tmp_path, monkeypatch, every, steps
+):
+    monkeypatch.setattr(Saved, "steps", [])
+    seen = f"+callbacks.saved={{_target_: {__name__}.Saved}}"
+    settings = (f"warm_start.checkpoint_every_n_steps={every}", "warm_start.steps=5")
+    train(composed(*SMALL, *settings, "trainer.max_epochs=1", seen, f"paths.root={tmp_path}"))
+    assert Saved.steps == steps
