@@ -121,6 +121,8 @@ class RolloutDataModule(MinibatchDataModule):
         self._iteration = -1
         self._engine: RolloutEngine | None = None
         self._resent = 0
+        # of the environments before the iteration
+        self._draws = torch.zeros(2, dtype=torch.int64)
         # of the minibatches of a buffer that a checkpoint held
         self._order: dict[str, Any] | None = None
         self._ahead = RolloutAhead(ahead, self._reward)
@@ -218,6 +220,7 @@ class RolloutDataModule(MinibatchDataModule):
                 break
         # a later attempt measures all of them anew
         self._resent = 0 if self._engine is None else resent_by(self._engine) or 0
+        self._draws = torch.tensor(self.proxy.environments.draws)
         self.metrics["trained_fraction"] = selection.episodes / usable.played
         if self.group_filter != GroupFilter():
             self.metrics |= selection.metrics | {"attempts": float(attempts)}
@@ -414,7 +417,9 @@ class RolloutDataModule(MinibatchDataModule):
         resent = None if self._engine is None else resent_by(self._engine)
         if resent is not None:
             self.metrics["resent"] = float(sum_over_ranks(torch.tensor(resent - self._resent)))
-        self.metrics["redraws"] = self.proxy.environments.redrawn
+        draws = torch.tensor(self.proxy.environments.draws) - self._draws
+        redraws, resets = sum_over_ranks(draws).tolist()
+        self.metrics["redraws"] = redraws / max(resets, 1)
         if (silent := seats_without_turn(trajectories)) is not None:
             self.metrics["seats_without_turn"] = silent
 

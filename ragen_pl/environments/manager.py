@@ -155,9 +155,9 @@ class EnvironmentManager:
         return held
 
     @property
-    def redrawn(self) -> float:
-        """Mean number of initial states drawn anew in an episode."""
-        return self.redraws / max(self.resets, 1)
+    def draws(self) -> tuple[int, int]:
+        """Number of initial states drawn anew, and of episodes begun."""
+        return self.redraws, self.resets
 
     def penalty(self, members: EnvironmentMembers) -> float:
         """Return the amount that a response without a valid action costs in an environment."""

@@ -59,10 +59,10 @@ class EnvironmentMixture(EnvironmentManager):
         )
 
     @property
-    def redrawn(self) -> float:
-        """Mean number of initial states drawn anew in an episode, of all environments."""
+    def draws(self) -> tuple[int, int]:
+        """Number of initial states drawn anew, and of episodes begun, in all environments."""
         managers = self.managers.values()
-        return sum(one.redraws for one in managers) / max(sum(one.resets for one in managers), 1)
+        return sum(one.redraws for one in managers), sum(one.resets for one in managers)
 
     def open(self, specs: Sequence[EpisodeSpec]) -> list[EnvironmentSlot]:
         """Return a slot at its first observation for each episode, in order."""

@@ -65,6 +65,18 @@ def test_requests_that_all_attempts_have_sent_again_are_counted(lm, monkeypatch)
         assert data.metrics["attempts"] == 3 and data.metrics["resent"] == 15
 
 
+def test_redraws_are_those_of_the_iteration(lm):
+    def make():
+        iteration = IterationSettings(groups=12)
+        return RolloutDataModule(proxy_of(lm, held_out_fraction=0.5), iteration=iteration)
+
+    data, resumed = make(), make()
+    for iteration in range(2):
+        data.collect(iteration, Module(lm))
+    resumed.collect(1, Module(lm))
+    assert data.metrics["redraws"] == resumed.metrics["redraws"] > 0
+
+
 def test_iteration_of_failed_episodes_stops_the_run(lm):
     data = RolloutDataModule(
         proxy_of(lm, held_out=_Everything()), iteration=IterationSettings(groups=2)
