@@ -14,6 +14,7 @@ import torch
 from ragen_pl.algorithms.group_filter import GroupFilter, rank_groups
 from ragen_pl.base.distributed import exchanged, gather_over_ranks, rank, values_of, world_size
 from ragen_pl.data.collate import usable
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.trajectory import Trajectory
 
 Return = Callable[[Trajectory], float]
@@ -52,12 +53,19 @@ def select_groups(
         group_filter: The filter.
         returns: Return of a trajectory.
         limit: Maximum number of groups to keep, of each seat where there are several; the first of those that passed.
+
+    Raises:
+        RolloutError: No rank has a trajectory with a response that is trained on.
     """
     local = [trajectory for trajectory in trajectories if usable(trajectory)]
     table = gather_over_ranks([(trajectory.group, returns(trajectory)) for trajectory in local])
     seats = max(gather_over_ranks(max((one.seats for one in local), default=1)))
     owner = {group: number for number, rows in enumerate(table) for group, _ in rows}
     judged = sorted(row for rows in table for row in rows)
+    if not judged:
+        raise RolloutError(
+            "no response of the iteration is trained on; let the program leave out metadata.train=false, or x-train"
+        )
     group = torch.tensor([row[0] for row in judged], dtype=torch.int64)
     of_all = torch.tensor([row[1] for row in judged])
     result = group_filter(of_all, group)

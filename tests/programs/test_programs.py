@@ -6,16 +6,22 @@ import json
 
 import numpy as np
 import pytest
+from support.episodes.small_lakes import Module
 from support.episodes.trajectories import responses
 from support.servers.program_client import CLIENT, SPEAK
 
 from ragen_pl.agent_programs.tasks import load_tasks, split_tasks
 from ragen_pl.base.prompt_formats import PromptFormat
+from ragen_pl.data.datamodule import RolloutDataModule
+from ragen_pl.data.settings import IterationSettings
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.prompts.context import ContextManager
 from ragen_pl.rewards.judged import JudgedReward, RubricJudge
+from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.trajectory import EpisodeStatus
 
 
@@ -207,6 +213,21 @@ report(reward=1)
     (episode,) = play(script(body))
     assert [turn.trained for turn in episode.turns] == [False, False, True, True]
     assert [turn.is_task_step for turn in episode.turns] == [True, True, False, True]
+
+
+def test_a_program_that_trains_on_no_response_ends_the_run_in_one_line(script, native_lm):
+    command = script('ask("a", metadata={"train": "false"})\nreport(reward=1)')
+    manager = EnvironmentManager(
+        target="ragen_pl.agent_programs.environment.ProgramEnvironment",
+        kwargs={"command": command, "program_s": 20.0},
+        prompt_format=PromptFormat.NATIVE,
+        timeout_s=None,
+    )
+    context = ContextManager(native_lm, window="all", system_prompt=None)
+    proxy = AgentProxy(environments=manager, context=context, max_response_tokens=4)
+    data = RolloutDataModule(proxy, iteration=IterationSettings(groups=2))
+    with pytest.raises(RolloutError, match="no response of the iteration is trained on"):
+        data.collect(0, Module(native_lm))
 
 
 def test_functions_run_in_forks_and_return_their_result(play, tmp_path, monkeypatch):
