@@ -434,16 +434,13 @@ def _episodes(
         advances[row, : len(turns)] = torch.tensor([turn.is_task_step for turn in turns])
         potential[row, : len(turns)] = torch.tensor([_or_unknown(turn.potential) for turn in turns])
 
-    def column(values: list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype)
-
     keys = [key for turns in turns_of for key in _state_keys(turns, max_turns)]
     state = _numbers([*keys, *(trajectory.final_state_key for trajectory in kept)])
     return Episodes(
         turn_rewards=rewards,
-        turns=column([len(turns) for turns in turns_of], torch.int64),
-        group=column([trajectory.group for trajectory in kept], torch.int64),
-        member=column([trajectory.member for trajectory in kept], torch.int64),
+        turns=torch.tensor([len(turns) for turns in turns_of], dtype=torch.int64),
+        group=torch.tensor([trajectory.group for trajectory in kept], dtype=torch.int64),
+        member=torch.tensor([trajectory.member for trajectory in kept], dtype=torch.int64),
         hit_length_limit=hit_length_limit,
         state=state[: len(kept) * max_turns].view(len(kept), max_turns),
         final_state=state[len(kept) * max_turns :],
@@ -452,17 +449,17 @@ def _episodes(
             [_or_unknown(trajectory.final_potential) for trajectory in kept], dtype=torch.float32
         ),
         advances=advances,
-        success=column([_success(trajectory) for trajectory in kept], torch.int8),
+        success=torch.tensor([_success(trajectory) for trajectory in kept], dtype=torch.int8),
         terms=torch.tensor(
             [_sums_of_terms(trajectory, terms) for trajectory in kept], dtype=torch.float64
         ).reshape(len(kept), len(terms)),
-        environment=column(
+        environment=torch.tensor(
             [environments.index(one.environment or "") if environments else 0 for one in kept],
-            torch.int64,
+            dtype=torch.int64,
         ),
         weight=torch.tensor(weights, dtype=torch.float32),
-        truncated=column(
-            [trajectory.status is EpisodeStatus.TRUNCATED for trajectory in kept], torch.bool
+        truncated=torch.tensor(
+            [trajectory.status is EpisodeStatus.TRUNCATED for trajectory in kept], dtype=torch.bool
         ),
         bootstrap=torch.zeros(len(kept)),
     )

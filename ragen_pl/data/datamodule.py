@@ -120,9 +120,7 @@ class RolloutDataModule(MinibatchDataModule):
         self.metrics: dict[str, float] = {}
         self._iteration = -1
         self._engine: RolloutEngine | None = None
-        self._resent = 0
-        # of the environments before the iteration
-        self._draws = torch.zeros(2, dtype=torch.int64)
+        self._resent, self._draws = 0, torch.zeros(2, dtype=torch.int64)
         # of the minibatches of a buffer that a checkpoint held
         self._order: dict[str, Any] | None = None
         self._ahead = RolloutAhead(ahead, self._reward)
@@ -138,9 +136,8 @@ class RolloutDataModule(MinibatchDataModule):
             mixed = cast("EnvironmentMixture", environments).with_held_out(keys_by_name)
             self.proxy = replace(self.proxy, environments=mixed)
             return
-        if environments.held_out or environments.held_out_fraction is not None:
-            return
-        if self.held_out and self.validation_sets:
+        is_set = environments.held_out or environments.held_out_fraction is not None
+        if self.held_out and self.validation_sets and not is_set:
             keys = self.validation_sets[0].held_out_keys()
             # a copy, since the validation set may play in the same environments
             self.proxy = replace(self.proxy, environments=environments.holding_out(keys))
@@ -203,9 +200,8 @@ class RolloutDataModule(MinibatchDataModule):
             played = ahead = None
         trajectories: list[Trajectory] = []
         usable, attempts = UsableEpisodes(), 0
-        for rollout, usable_of_rollout in self._rollouts(
-            module, iteration, ahead=ahead, progress=progress
-        ):
+        rollouts = self._rollouts(module, iteration, ahead=ahead, progress=progress)
+        for rollout, usable_of_rollout in rollouts:
             attempts += 1
             trajectories += rollout
             usable += usable_of_rollout

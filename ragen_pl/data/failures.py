@@ -85,8 +85,7 @@ def usable_episodes(
     usable = [one for one in sound if one.group not in dropped]
     numbers = [len(trajectories), len(usable), len(kept) - len(sound), len(dropped)]
     counts = [*numbers, len(trajectories) - len(kept)]
-    summed = sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
-    played, count, failed, groups, left_out = (int(number) for number in summed)
+    played, count, failed, groups, left_out = sum_over_ranks(torch.tensor(counts)).tolist()
     if left_out == played:
         raise RolloutError(
             f"rollout.leave_out_user_errors=true: the simulated user has made an error in all {played} episodes, and "

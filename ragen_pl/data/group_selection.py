@@ -63,9 +63,7 @@ def select_groups(
     owner = {group: number for number, rows in enumerate(table) for group, _ in rows}
     judged = sorted(row for rows in table for row in rows)
     if not judged:
-        raise RolloutError(
-            "no response of the iteration is trained on; let the program leave out metadata.train=false, or x-train"
-        )
+        raise RolloutError("no response is trained on: all have metadata.train=false, or x-train")
     group = torch.tensor([row[0] for row in judged], dtype=torch.int64)
     of_all = torch.tensor([row[1] for row in judged])
     result = group_filter(of_all, group)

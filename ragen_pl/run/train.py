@@ -405,9 +405,7 @@ def reinforce(
         trainer.validate(agent, datamodule=datamodule, verbose=False)
     metrics = dict(last.metrics)
     if trainer.is_global_zero:
-        baselines = last.blank
-        if validates:
-            baselines = _scripted_baselines(components) | baselines
+        baselines = (_scripted_baselines(components) if validates else {}) | last.blank
         for name, column in baselines.items():
             policy, _, environment = name.partition(", ")
             parts = [policy.replace(" ", "_"), *([environment] if environment else [])]

@@ -226,7 +226,7 @@ def test_a_program_that_trains_on_no_response_ends_the_run_in_one_line(script, n
     context = ContextManager(native_lm, window="all", system_prompt=None)
     proxy = AgentProxy(environments=manager, context=context, max_response_tokens=4)
     data = RolloutDataModule(proxy, iteration=IterationSettings(groups=2))
-    with pytest.raises(RolloutError, match="no response of the iteration is trained on"):
+    with pytest.raises(RolloutError, match="no response is trained on"):
         data.collect(0, Module(native_lm))
 
 
