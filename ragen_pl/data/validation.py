@@ -167,8 +167,9 @@ class ValidationSet:
         return [str(key) for key in keys]
 
     def held_out_keys(self) -> list[str]:
-        """Return `state_keys`, with a line where many are equal and where training loses likely states by them."""
-        keys = self.state_keys()
+        """Return the key of each initial state, with a line where many are equal, or training loses likely ones."""
+        pairs = zip(self.state_keys(), self.episode_specs, strict=True)
+        keys = [key for key, spec in pairs if spec.member == 0]
         distinct = len(set(keys))
         if len(keys) >= _COUNTED and distinct < _DISTINCT * len(keys):
             log.info(

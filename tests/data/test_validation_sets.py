@@ -45,6 +45,14 @@ def test_members_share_their_initial_state(lm):
     assert keys[::2] == keys[1::2] and len(set(keys)) == 3
 
 
+def test_members_of_an_initial_state_are_no_states_that_are_drawn_twice(lm, caplog):
+    caplog.set_level(logging.INFO)
+    proxy = proxy_of(lm, kwargs={"size": 6})
+    keys = ValidationSet("held_out", proxy, episodes=64, members=2).held_out_keys()
+    assert "are distinct" not in caplog.text and "takes about" not in caplog.text
+    assert len(keys) == 64
+
+
 def test_validation_set_requires_state_keys(lm):
     class Nameless(gymnasium.Env):
         action_names, action_space = ("On",), gymnasium.spaces.Discrete(1)
