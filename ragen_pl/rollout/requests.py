@@ -15,6 +15,7 @@ import numpy as np
 
 from ragen_pl.chat_formats.messages import Message, call_message
 from ragen_pl.chat_formats.tool_calls.message import AssistantMessage, ToolCall
+from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.slot import TurnResult
 from ragen_pl.prompts.conversation import Context
@@ -60,7 +61,15 @@ class RequestTurn(PresentTurn):
         )
 
     def begin(self, episode: Episode, context: Context, settings: TurnSettings) -> bool:
-        """Show the request; one that cannot be shown or is too long is refused, and the program may go on."""
+        """Show the request; one that cannot be shown or is too long is refused, and the program may go on.
+
+        Raises:
+            RolloutError: A teacher would read a hint in its place.
+        """
+        if settings.hint is not None:
+            raise RolloutError(
+                "algorithm.loss.kl.hint: a program's request has no place for a hint; set algorithm.loss.kl.hint=null"
+            )
         longest, asked = settings.max_response_tokens, self.request.max_tokens
         try:
             episode.prompt = context.observe_request(

@@ -20,6 +20,7 @@ from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.metrics.rollout import RolloutStatistics
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.hint import Hint
 from ragen_pl.rewards.judged import JudgedReward, RubricJudge
 from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.trajectory import EpisodeStatus
@@ -215,8 +216,17 @@ report(reward=1)
     assert [turn.is_task_step for turn in episode.turns] == [True, True, False, True]
 
 
-def test_a_program_that_trains_on_no_response_ends_the_run_in_one_line(script, native_lm):
-    command = script('ask("a", metadata={"train": "false"})\nreport(reward=1)')
+@pytest.mark.parametrize(
+    ("train", "hint", "problem"),
+    [
+        ("false", None, "no response is trained on"),
+        ("true", Hint(template="{observation} be brief"), "request has no place for a hint"),
+    ],
+)
+def test_a_program_that_leaves_nothing_to_learn_ends_the_run_in_one_line(
+    script, native_lm, train, hint, problem
+):
+    command = script(f'ask("a", metadata={{"train": "{train}"}})\nreport(reward=1)')
     manager = EnvironmentManager(
         target="ragen_pl.agent_programs.environment.ProgramEnvironment",
         kwargs={"command": command, "program_s": 20.0},
@@ -224,9 +234,9 @@ def test_a_program_that_trains_on_no_response_ends_the_run_in_one_line(script, n
         timeout_s=None,
     )
     context = ContextManager(native_lm, window="all", system_prompt=None)
-    proxy = AgentProxy(environments=manager, context=context, max_response_tokens=4)
+    proxy = AgentProxy(environments=manager, context=context, hint=hint, max_response_tokens=4)
     data = RolloutDataModule(proxy, iteration=IterationSettings(groups=2))
-    with pytest.raises(RolloutError, match="no response is trained on"):
+    with pytest.raises(RolloutError, match=problem):
         data.collect(0, Module(native_lm))
 
 
