@@ -24,6 +24,9 @@ HOLDS, NOT, UNKNOWN = "holds", "does not hold", "cannot be told"
 _SET = "held_out"
 _SAMPLED = "rollout/success"
 _HOURS = "took {} processor hours, and their warm starts {}"
+_LOWER = (
+    "In all arms greedy success is lower than before RL: the difference is that of what is lost."
+)
 _OPEN = "**Open**: no run of the two arms that decide has ended."
 
 
@@ -173,10 +176,16 @@ def _results(
     }
     draw(curves, title=name, file=plot, clock="processor minutes of RL")
     missing = [arm for arm in finding.arms if arm not in runs]
+    by_arm = {arm: [curve for (name, _), curve in curves.items() if name == arm] for arm in runs}
+    is_lower = all(
+        sum(curve.success[-1] - curve.success[0] for curve in of_arm) < 0
+        for of_arm in by_arm.values()
+    )
     return [
         f"**{result[0].upper()}{result[1:]}**: {with_interval(difference)}.",
         _table(finding, runs, found, curves, out=out),
         *([f"Open: {', '.join(missing)}."] if missing else []),
+        *([_LOWER] if is_lower else []),
         f"{decided.episodes} episodes from {decided.states} initial states. {_hours(runs, out=out)}",
         f"![Success by iteration and by processor time]({plot.name})",
     ]

@@ -146,6 +146,8 @@ def test_a_finding_is_run_once_and_reported(
     ]
     assert "`turns` before and after RL |" in text
     assert f" | {turns[0]:.1f} to {turns[-1]:.1f} |" in text
+    lower = all(curve.success[-1] < curve.success[0] for curve in curves)
+    assert ("lower than before RL" in text) == lower
     (row,) = re.findall(r"^\| two epochs \|.*", text, re.MULTILINE)
     sampled = [
         one["metrics"]["rollout/success"]
