@@ -178,9 +178,7 @@ def _complete(
     _check_finite({"state_dict": weights}, parameters, source=source, hint=hint, prefix=prefix)
     fingerprints = {key: value for key, value in saved.get(FINGERPRINTS, {}).items() if key == name}
     if fingerprints:
-        held = module.frozen_later if isinstance(module, PolicyModule) else ()
-        present = {name: fingerprint(_model(module), held=held)}
-        check_frozen(fingerprints, present, source=source)
+        check_frozen(fingerprints, {name: fingerprint(module)}, source=source)
     return complete
 
 
@@ -210,12 +208,6 @@ def trained_weights(policy: PolicyModule, file: Path, *, source: str) -> dict[st
                 "update.freeze_vision=false"
             )
     return trained
-
-
-def _model(module: torch.nn.Module) -> torch.nn.Module:
-    if isinstance(module, PolicyModule | CriticModule) and module.model is not None:
-        return module.model
-    return module
 
 
 def check_frozen(

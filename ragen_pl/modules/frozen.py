@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -60,15 +60,18 @@ def with_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     return own | dict(state)
 
 
-def fingerprint(model: nn.Module, *, held: Collection[str] = ()) -> Fingerprint:
-    """Return digests of a model's config and frozen weights, empty where it has none.
+def fingerprint(module: nn.Module) -> Fingerprint:
+    """Return digests of a model's config and of the frozen weights that checkpoints leave out, empty where it has none.
 
     Some values of some matrices are compared, as bfloat16: a model loaded in another type is the same.
 
     Args:
-        model: Model.
-        held: `PolicyModule.frozen_later`, which checkpoints hold.
+        module: Model, or the policy's or critic's module that has it.
     """
+    held = module.frozen_later if isinstance(module, PolicyModule) else ()
+    model = module.model if isinstance(module, PolicyModule | CriticModule) else module
+    if model is None:
+        return {}
     frozen = {
         name: weight
         for name, weight in model.named_parameters()
@@ -113,8 +116,7 @@ def fingerprints(module: nn.Module) -> dict[str, Fingerprint]:
     digests: dict[str, Fingerprint] = {}
     for name, part in module.named_children():
         if isinstance(part, PolicyModule | CriticModule) and not isinstance(part, AveragedPolicy):
-            held = part.frozen_later if isinstance(part, PolicyModule) else ()
-            digests[name] = {} if part.model is None else fingerprint(part.model, held=held)
+            digests[name] = fingerprint(part)
     return {name: values for name, values in digests.items() if values}
 
 
