@@ -25,7 +25,7 @@ _SET = "held_out"
 _SAMPLED = "rollout/success"
 _HOURS = "took {} processor hours, and their warm starts {}"
 _LOWER = (
-    "In all arms greedy success is lower than before RL: the difference is that of what is lost."
+    "In all arms greedy success is lower than before RL: the difference compares how much is lost."
 )
 _OPEN = "**Open**: no run of the two arms that decide has ended."
 
@@ -183,7 +183,7 @@ def _results(
     )
     return [
         f"**{result[0].upper()}{result[1:]}**: {with_interval(difference)}.",
-        _table(finding, runs, found, curves, out=out),
+        _table(finding, runs, found, by_arm, out=out),
         *([f"Open: {', '.join(missing)}."] if missing else []),
         *([_LOWER] if is_lower else []),
         f"{decided.episodes} episodes from {decided.states} initial states. {_hours(runs, out=out)}",
@@ -195,13 +195,18 @@ def _table(
     finding: Finding,
     runs: Mapping[str, Mapping[int, Cell]],
     found: Mapping[str, Comparison],
-    curves: Mapping[tuple[str, int], Curve],
+    curves: Mapping[str, Sequence[Curve]],
     *,
     out: Path,
 ) -> str:
     less = finding.criterion.less
     # a run without RL has one validation
-    seconds = min(float(one.seconds[-1]) for one in curves.values() if len(one.seconds) > 1)
+    seconds = min(
+        float(one.seconds[-1])
+        for of_arm in curves.values()
+        for one in of_arm
+        if len(one.seconds) > 1
+    )
     columns = (
         "arm", "seeds", "before RL", "success", f"less *{less}*", f"return, less *{less}*",
         f"success after {seconds:.0f} processor s of RL", "sampled success", "sampled tokens", "processor s of a run",
@@ -227,9 +232,8 @@ def _table(
                 [cell.start(out) for cell in runs[arm].values()],
             )
         )
-        own_curves = [curve for (name, _), curve in curves.items() if name == arm]
-        at_time = [curve.success_at(seconds) for curve in own_curves]
-        start = np.mean([curve.success[0] for curve in own_curves])
+        at_time = [curve.success_at(seconds) for curve in curves[arm]]
+        start = np.mean([curve.success[0] for curve in curves[arm]])
         cells = (
             arm, str(len(one.sides[side])), f"{start:.3f}", f"{own.value:.3f} [{own.low:.3f}, {own.high:.3f}]",
             *differences, with_half_width(*interval(at_time)),
@@ -256,8 +260,7 @@ def _sampled(folders: Sequence[Path]) -> str:
     """Return the mean success of the rollouts in the first and the last quarter of the iterations."""
     quarters = []
     for folder in folders:
-        points = RecordReader(folder, only=lambda own: own == _SAMPLED).points()
-        values = [point.metrics[_SAMPLED] for point in points if _SAMPLED in point.metrics]
+        values = _values(folder, _SAMPLED)
         size = max(1, len(values) // 4)
         if values:
             quarters.append([np.mean(values[:size]), np.mean(values[-size:])])
@@ -266,10 +269,14 @@ def _sampled(folders: Sequence[Path]) -> str:
 
 def _ends(folder: Path, metric: str) -> tuple[float, float]:
     """Return a metric of a run's first and last validation."""
-    name = f"val/{metric}"
-    points = RecordReader(folder, only=lambda own: own == name).points()
-    values = [point.metrics[name] for point in points if name in point.metrics]
+    values = _values(folder, f"val/{metric}")
     return values[0], values[-1]
+
+
+def _values(folder: Path, metric: str) -> list[float]:
+    """Return all values of a metric in a run's record, in their order."""
+    points = RecordReader(folder, only=lambda own: own == metric).points()
+    return [point.metrics[metric] for point in points if metric in point.metrics]
 
 
 def curve_of(folder: Path) -> Curve:

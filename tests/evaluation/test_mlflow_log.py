@@ -1,4 +1,4 @@
-"""What of an evaluation's folder MLflow gets."""
+"""Artifacts of an evaluation in MLflow."""
 
 from __future__ import annotations
 
