@@ -67,17 +67,20 @@ class Run:
         return any(path.exists() for path in results) or any(self.checkpoints.glob("*.ckpt"))
 
 
-def configured_run(cfg: DictConfig) -> Run:
+def configured_run(cfg: DictConfig, *, make: bool = False) -> Run:
     """Find or name the folder of a config's run, as `locate` does."""
     return locate(
         root=cfg.paths.root,
         name=cfg.env.name,
         run_dir=cfg.paths.run_dir,
         ckpt_path=cfg.ckpt_path,
+        make=make,
     )
 
 
-def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) -> Run:
+def locate(
+    *, root: str, name: str, run_dir: str | None, ckpt_path: str | None, make: bool = False
+) -> Run:
     """Find or name the run's folder.
 
     `ckpt_path` is a checkpoint's path, or one of
@@ -87,12 +90,20 @@ def locate(*, root: str, name: str, run_dir: str | None, ckpt_path: str | None) 
       whole checkpoint, or from its warm start if there is none;
     - `"auto"`: the run in `run_dir`, continued if it has started, else started.
 
+    Args:
+        root: Folder of all runs.
+        name: Name of the environment.
+        run_dir: Folder of the run, None to find or name it.
+        ckpt_path: See above.
+        make: Make a folder named after the time, so that a run that starts in the same second gets another one.
+
     Raises:
         FileNotFoundError: There is no such run or checkpoint, or `"auto"` has no `run_dir`.
     """
     if ckpt_path not in (None, "last", "auto"):
         return _run_with_checkpoint(str(ckpt_path), run_dir=run_dir)
-    folder = _folder(Path(root).absolute() / name, run_dir=run_dir, ckpt_path=ckpt_path)
+    parent = Path(root).absolute() / name
+    folder = _folder(parent, run_dir=run_dir, ckpt_path=ckpt_path, make=make)
     if ckpt_path == "last" and not (folder / "config.yaml").exists():
         raise FileNotFoundError(
             f"ckpt_path=last: {folder} holds no run; set paths.run_dir to a run's folder, or "
@@ -173,7 +184,7 @@ def _run_with_checkpoint(ckpt_path: str, *, run_dir: str | None) -> Run:
     return Run(folder.absolute(), checkpoint, resumed=True)
 
 
-def _folder(parent: Path, *, run_dir: str | None, ckpt_path: str | None) -> Path:
+def _folder(parent: Path, *, run_dir: str | None, ckpt_path: str | None, make: bool) -> Path:
     inherited = os.environ.get(RUN_DIR)
     if inherited:
         return Path(inherited)
@@ -186,7 +197,7 @@ def _folder(parent: Path, *, run_dir: str | None, ckpt_path: str | None) -> Path
         )
     if ckpt_path == "last":
         return _newest(parent)
-    return time_stamped(parent)
+    return make_time_stamped(parent) if make else time_stamped(parent)
 
 
 def _newest(parent: Path) -> Path:

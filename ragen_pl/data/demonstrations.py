@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from ragen_pl.base.checked import checked
-from ragen_pl.base.distributed import rank, sum_over_ranks, world_size
+from ragen_pl.base.distributed import gather_over_ranks, rank, sum_over_ranks, world_size
 from ragen_pl.base.phases import phase
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.data.batch import TrajectoryBatch
-from ragen_pl.data.collate import collate
+from ragen_pl.data.collate import as_dummy_batch, collate, usable
 from ragen_pl.data.loader import MinibatchDataModule, MinibatchLoader
 from ragen_pl.data.settings import UpdateSettings, WarmStartSettings
 from ragen_pl.engines.errors import RolloutError
@@ -70,15 +70,28 @@ class WarmStartDataModule(MinibatchDataModule):
             )
 
     def take(self, trajectories: Sequence[Trajectory]) -> None:
-        """Make the samples of this rank's episodes."""
-        self.batch = collate(trajectories, self.proxy.context.bundle)
+        """Make the samples of this rank's episodes. All ranks must call it.
+
+        A rank without a usable episode gets padding rows, so that it takes part in each step.
+
+        Raises:
+            RolloutError: No rank has a usable episode.
+        """
+        own = [trajectory for trajectory in trajectories if usable(trajectory)]
+        firsts = [one for part in gather_over_ranks(own[:1]) for one in part]
+        if not firsts:
+            raise RolloutError("no episode of the warm start can be trained on")
+        self.batch = collate(own or firsts[:1], self.proxy.context.bundle)
         set_discounted_returns(self.batch, gamma=self.settings.gamma)
+        if not own:
+            self.batch = as_dummy_batch(self.batch)
 
     def train_dataloader(self) -> MinibatchLoader:
         """Return the loader over all samples."""
         assert self.batch is not None
         # over all ranks: episodes differ in length, and all ranks take the same number of steps
-        samples = int(sum_over_ranks(torch.tensor(len(self.batch.samples))))
+        own = len(self.batch.samples) if len(self.batch.episodes.turns) else 0
+        samples = int(sum_over_ranks(torch.tensor(own)))
         minibatches = max(1, -(-samples // self.settings.batch_size))
         return self.minibatches_of(
             self.batch,

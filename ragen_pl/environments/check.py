@@ -21,6 +21,7 @@ from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.environments.calls import EnvironmentCalls, manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
 from ragen_pl.environments.members import EnvironmentMembers
+from ragen_pl.prompts.hint import HINTED_REQUEST
 from ragen_pl.prompts.parsing import named_actions
 from ragen_pl.trajectory import Observation
 
@@ -145,6 +146,9 @@ class _Check:
         self.calls.call("", self._check_actions)
         slot = self._reset()
         if slot.observation is None or slot.awaits_answer:
+            self._require(
+                OmegaConf.select(self.cfg, "algorithm.loss.kl.hint") is None, HINTED_REQUEST
+            )
             self._warn_of_training_tasks()
             return  # a program waits for its policy
         shows = bool(slot.observation.images)

@@ -11,6 +11,8 @@ from ragen_pl.base.run_facts import RunFacts
 from ragen_pl.trajectory import Observation
 
 _KEY = "algorithm.loss.kl.hint"
+HINTED_REQUEST = f"{_KEY}: a program's request has no place for a hint; set {_KEY}=null"
+"""Problem of hints for an agent program."""
 
 
 @checked

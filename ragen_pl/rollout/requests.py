@@ -19,6 +19,7 @@ from ragen_pl.engines.errors import RolloutError
 from ragen_pl.engines.protocol import Generation
 from ragen_pl.environments.slot import TurnResult
 from ragen_pl.prompts.conversation import Context
+from ragen_pl.prompts.hint import HINTED_REQUEST
 from ragen_pl.prompts.histories import RecordedCall
 from ragen_pl.prompts.message_format import MessageFormat
 from ragen_pl.prompts.parsing import ParsedResponse
@@ -67,9 +68,7 @@ class RequestTurn(PresentTurn):
             RolloutError: A teacher would read a hint in its place.
         """
         if settings.hint is not None:
-            raise RolloutError(
-                "algorithm.loss.kl.hint: a program's request has no place for a hint; set algorithm.loss.kl.hint=null"
-            )
+            raise RolloutError(HINTED_REQUEST)
         longest, asked = settings.max_response_tokens, self.request.max_tokens
         try:
             episode.prompt = context.observe_request(

@@ -135,9 +135,9 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
     start = time.perf_counter()
     # the folder keeps the words: later commands may use another environment, or a class with other words
     cfg = with_words(cfg)
-    run = configured_run(cfg)
     # asked before `shared` marks what this process starts as launched; who launched a rank has checked and reported
     first, launched = ranks.is_first(), is_launched()
+    run = configured_run(cfg, make=first and not launched)
     opened = open_run(cfg, run) if first else nullcontext()
     shared = sharing_with_children(run.folder, checkpoint=run.checkpoint)
     with opened, shared, errors_with_remedy(cfg, run):

@@ -128,3 +128,17 @@ def test_so_does_that_of_the_check_before_training(script, noise):
     line = str(caught.value)
     assert "ended without a request: exit code 1" in line and "\n" not in line
     assert line.endswith("ValueError: the shop is closed") and len(line) < 900
+
+
+def test_a_hint_for_programs_is_refused_before_training(script):
+    command = script('ask("a")\nreport(reward=1)')
+    hint = "{_target_:ragen_pl.prompts.hint.Hint,template:'{observation} be brief'}"
+    overrides = (
+        "env=program",
+        f"env.command={json.dumps(command)}",
+        f"++algorithm.loss.kl.hint={hint}",
+    )
+    with pytest.raises(
+        ConfigError, match=r"request has no place for a hint; set algorithm\.loss\.kl\.hint=null"
+    ):
+        check_environment(composed(*overrides, checked=False))

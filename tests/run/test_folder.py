@@ -69,6 +69,14 @@ def test_folders_made_in_the_same_second_are_different(tmp_path):
     assert len({*made}) == 3 and all(folder.is_dir() for folder in made)
 
 
+def test_a_run_that_starts_has_made_its_folder(tmp_path):
+    """Another one that starts before anything is written gets a folder of its own."""
+    settings = {"root": str(tmp_path), "name": "lake", "run_dir": None, "ckpt_path": None}
+    first, second = (locate(**settings, make=True) for _ in range(2))
+    assert first.folder != second.folder and not first.has_started
+    assert first.folder.is_dir() and second.folder.is_dir()
+
+
 def test_run_dir_is_used_as_given(find, tmp_path):
     assert find(run_dir=tmp_path / "given") == Run(tmp_path / "given")
 

@@ -210,6 +210,28 @@ def test_an_image_encoder_that_no_step_uses_may_be_trained_under_ddp(job, tmp_pa
     assert run.steps >= 2
 
 
+@pytest.mark.slow
+def test_a_rank_whose_demonstrations_all_fail_takes_part_in_the_warm_start(job):
+    run = job()
+    output = run.run(
+        "trainer.devices=2",
+        "trainer.strategy=ddp",
+        "trainer.max_epochs=1",
+        "warm_start.demonstrator._target_=support.runs.killing.FailingDemonstrator",
+        "~warm_start.demonstrator.base",
+        "~warm_start.demonstrator.noise",
+        "+warm_start.demonstrator.rank=1",
+        "+callbacks.record._target_=support.runs.killing.Record",
+        f"+callbacks.record.folder={run.folder.parent}",
+        launched=False,
+    )
+    assert "8 of 8 episodes failed with FailingDemonstrator" in output
+    first, second = (
+        json.loads(file.read_text()) for file in sorted(run.folder.parent.glob("rank_*.json"))
+    )
+    assert first["weights"] == second["weights"]
+
+
 @pytest.mark.soak
 def test_two_ranks_roll_back_together(job):
     run = job()

@@ -10,11 +10,15 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from envs.policies import OptimalPolicy
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.loops.hooks import RolloutCallback
 from ragen_pl.loops.rollout_update import RolloutUpdateLoop
@@ -125,6 +129,23 @@ class FailingReward:
     ) -> None:
         if torch.distributed.get_rank() == self.rank:
             raise KeyError("raised by a test")
+
+
+class FailingDemonstrator(OptimalPolicy):
+    """Demonstrator that raises an error on one rank.
+
+    Args:
+        rank: rank of the process.
+    """
+
+    def __init__(self, *, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == self.rank:
+            raise KeyError("raised by a test")
+        return super().act(env, rng)
 
 
 class Pace(RolloutCallback):
