@@ -365,10 +365,6 @@ class RolloutDataModule(MinibatchDataModule):
         # the next rollout plays in the same environments
         self._ahead.drop(wait=True)
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Stop the rollout ahead."""
-        self._ahead.drop()
-
     def teardown(self, stage: str) -> None:
         """Stop the rollout ahead."""
         super().teardown(stage)

@@ -217,7 +217,8 @@ class MinibatchDataModule(pl.LightningDataModule):
     def __init__(self, update: UpdateSettings) -> None:
         super().__init__()
         self.update = update
-        self._accumulate = 1
+        # None before `setup`
+        self._accumulate: int | None = None
 
     def setup(self, stage: str) -> None:
         """Keep the Trainer's own number of accumulated minibatches."""
@@ -226,8 +227,12 @@ class MinibatchDataModule(pl.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Give the Trainer its own number back."""
-        if self.trainer is not None:
+        if self.trainer is not None and self._accumulate is not None:
             self.trainer.accumulate_grad_batches = self._accumulate
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tear down, which Lightning does not do after an error."""
+        self.teardown("fit")
 
     def minibatches_of(
         self,
@@ -252,7 +257,7 @@ class MinibatchDataModule(pl.LightningDataModule):
         return {
             "epochs": epochs,
             "minibatches": minibatches,
-            "accumulate": self._accumulate,
+            "accumulate": self._accumulate or 1,
             "tokens_per_microbatch": self.update.tokens_per_microbatch,
             "length_buckets": self.update.length_buckets or default_buckets(self._device),
             "seed_key": seed_key,

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.base.machine import collection_paused
 from ragen_pl.checkpoints.checkpoint_check import is_listed, problem_of
 from ragen_pl.checkpoints.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
-from ragen_pl.config.environments import environment_nodes
+from ragen_pl.config.environments import environment_configs, environment_nodes, is_mixture
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.environments.check import check_environments
@@ -64,14 +64,17 @@ def check_validation_batches(cfg: DictConfig) -> None:
     limit = OmegaConf.select(cfg, "trainer.limit_val_batches")
     if not isinstance(limit, float) or not 0 < limit < 1:
         return
-    episodes, at_once = cfg.validation.episodes, cfg.rollout.num_envs
-    alone = math.ceil(episodes / max(ranks_asked_for(cfg), outside_processes()))
-    batches = math.ceil(alone / at_once)
-    if int(batches * limit) < 1:
-        raise ConfigError(
-            f"trainer.limit_val_batches={limit}: is less than one batch, since a validation has {batches} "
-            f"(validation.episodes={episodes}, rollout.num_envs={at_once} at once); set a number of batches, such as 1"
-        )
+    at_once, ranks = cfg.rollout.num_envs, max(ranks_asked_for(cfg), outside_processes())
+    for name, alone in environment_configs(cfg).items():
+        episodes = alone.validation.episodes
+        batches = math.ceil(math.ceil(episodes / ranks) / at_once)
+        if int(batches * limit) < 1:
+            key = f"env.environments.{name}." if is_mixture(cfg.env) else ""
+            raise ConfigError(
+                f"trainer.limit_val_batches={limit}: is less than one batch, since a validation has {batches} "
+                f"({key}validation.episodes={episodes}, rollout.num_envs={at_once} at once); set a number of batches, "
+                "such as 1"
+            )
 
 
 def check_files(cfg: DictConfig) -> None:

@@ -13,6 +13,7 @@ from ragen_pl.config.environments import environment_configs
 from ragen_pl.config.trust import check_settings
 from ragen_pl.environments.calls import make_environment
 from ragen_pl.environments.check import check_environments
+from ragen_pl.run.checks import check_validation_batches
 
 TWO = "{frozenlake: 2, bandit: {share: 1, max_turns: 3, rewards: {weights: {format: 0.5}}}}"
 
@@ -125,6 +126,18 @@ class Silent(gymnasium.Env):
 
     def step(self, action):
         return "went", 1.0, True, False, {}
+
+
+def test_a_fraction_of_a_validation_is_that_of_each_environment():
+    own = "{frozenlake: 1, bandit: {validation: {episodes: 4}}}"
+    cfg = mixture_of(
+        own, "validation.episodes=256", "rollout.num_envs=4", "trainer.limit_val_batches=0.5"
+    )
+    message = r"limit_val_batches=0.5: .* has 1 \(env.environments.bandit.validation.episodes=4,"
+    with pytest.raises(ConfigError, match=message):
+        check_validation_batches(cfg)
+    cfg.env.environments.bandit.validation.episodes = 8
+    check_validation_batches(cfg)
 
 
 def test_an_environment_that_does_not_report_success_is_refused():

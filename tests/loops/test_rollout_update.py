@@ -122,6 +122,19 @@ def test_microbatches_of_a_token_budget_train_alike(setup_of):
         assert parts[0][name] == pytest.approx(whole[0][name], rel=1e-3, abs=1e-5), name
 
 
+def test_a_trainer_has_its_own_accumulation_after_an_error(setup_of):
+    class Fails(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            assert trainer.accumulate_grad_batches > 1
+            raise LookupError("raised by a test")
+
+    agent, datamodule = setup_of(tokens_per_microbatch=120).build()
+    trainer = trainer_of(RolloutUpdate(), Fails())
+    with pytest.raises(LookupError):
+        trainer.fit(agent, datamodule=datamodule)
+    assert trainer.accumulate_grad_batches == 1
+
+
 def test_a_sample_over_the_token_budget_is_reported(setup_of, caplog):
     setup_of(tokens_per_microbatch=4).fit(max_epochs=1)
     (message,) = {record.message for record in caplog.records if "microbatch" in record.message}
