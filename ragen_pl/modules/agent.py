@@ -499,6 +499,7 @@ class AgentModule(GuardedModule):
             "importance": gather_over_ranks(importance),
             "normalizers": [normalizer.state_dict() for normalizer in self.normalizers],
             "adds_scores": self._adds_scores,
+            "mismatch_is_rounding": self._mismatch_is_rounding,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -520,6 +521,7 @@ class AgentModule(GuardedModule):
         for normalizer, statistics in zip(self.normalizers, saved, strict=True):
             normalizer.load_state_dict(statistics)
         self._adds_scores = state.get("adds_scores", False)
+        self._mismatch_is_rounding = state.get("mismatch_is_rounding", False)
 
 
 def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

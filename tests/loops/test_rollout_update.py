@@ -399,3 +399,17 @@ def test_a_run_ends_where_an_exact_engine_is_not(setup_of):
     # where it rounds, it need not be exact
     setup_of(engine=Skewed).fit(max_epochs=1, precision="bf16-mixed")
     setup_of(engine=Skewed, max_mismatch=None).fit(max_epochs=1)
+
+
+def test_so_does_one_that_goes_on_inside_an_update(setup_of, tmp_path):
+    file, skewed = tmp_path / "inside.ckpt", setup_of(engine=Skewed)
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                trainer.save_checkpoint(file)
+
+    with pytest.raises(RolloutError):
+        skewed.fit(Save(), max_epochs=1)
+    with pytest.raises(RolloutError, match="update.max_mismatch=0.01"):
+        skewed.fit(max_epochs=1, ckpt_path=str(file))
