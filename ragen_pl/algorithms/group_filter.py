@@ -233,12 +233,15 @@ class GroupFilter:
                 "KeepAll or AboveDeviation"
             )
 
-    def __call__(self, returns: Tensor, group: Tensor) -> FilterResult:
+    def __call__(
+        self, returns: Tensor, group: Tensor, *, limit: int | None = None
+    ) -> FilterResult:
         """Judge the trajectories of an iteration, all ranks included.
 
         Args:
             returns: `[trajectories]`.
             group: int64 `[trajectories]`.
+            limit: Maximum number of groups to keep, the first of those that pass; `kept_fraction` is of all that pass.
 
         >>> group_filter = GroupFilter(reweight=1.0)
         >>> group_filter(torch.tensor([0.0, 2.0, 0.0, 6.0]), torch.tensor([0, 0, 1, 1])).weight
@@ -247,6 +250,8 @@ class GroupFilter:
         keep = self.keep(returns, group)
         groups, kept = len(torch.unique(group)), len(torch.unique(group[keep]))
         fraction = kept / groups if groups else 1.0
+        if limit is not None:
+            keep = keep & torch.isin(group, torch.unique(group[keep])[:limit])
         deviation = group_std(returns, group)
         weight = self._deviation_weight(deviation, keep, group) * self.rescale.factor(fraction)
         return FilterResult(

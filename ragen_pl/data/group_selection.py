@@ -66,9 +66,9 @@ def select_groups(
         raise RolloutError("no response is trained on: all have metadata.train=false, or x-train")
     group = torch.tensor([row[0] for row in judged], dtype=torch.int64)
     of_all = torch.tensor([row[1] for row in judged])
-    result = group_filter(of_all, group)
+    result = group_filter(of_all, group, limit=None if limit is None else limit * seats)
     weight = dict(zip(group.tolist(), result.weight.tolist(), strict=True))
-    kept = torch.unique(group[result.keep]).tolist()[: None if limit is None else limit * seats]
+    kept = torch.unique(group[result.keep]).tolist()
     metrics = {"kept_share": result.kept_fraction, "kept_deviation": result.deviation}
     if not kept:
         kept = rank_groups(of_all, group)[0][:1].tolist()

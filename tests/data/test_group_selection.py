@@ -130,6 +130,14 @@ def test_limit_bounds_the_number_of_groups(choices):
     assert kept(choice) == [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)] and choice.groups == 3
 
 
+def test_weights_have_the_mean_1_over_the_groups_that_are_trained_on(choices):
+    groups = {number: (0, 2**number) for number in range(4)}
+    group_filter = GroupFilter(keep=AboveDeviation(), reweight=1.0, resample=1)
+    [choice] = choices(1, groups, group_filter, limit=2)
+    assert choice.weights == pytest.approx([2 / 3, 2 / 3, 4 / 3, 4 / 3])
+    assert choice.metrics["kept_share"] == 1.0
+
+
 def test_failed_episodes_are_ignored(make_trajectory, lm):
     good = [make_trajectory(lm, [3], member=member, rewards=[member]) for member in range(2)]
     failed = replace(good[0], group=1, status=EpisodeStatus.FAILED)
