@@ -132,6 +132,11 @@ def _training_problems(cfg: DictConfig, build: Mapping[str, Any]) -> Iterator[st
             "model.build.dtype=float16: the gradients of float16 weights underflow; set model.build.dtype=bfloat16, or "
             "model.build.dtype=float32 trainer.precision=16-mixed"
         )
+    elif build.get("dtype") == "float16" and build.get("freeze_projector") is False:
+        yield (
+            "model.build.freeze_projector=false: the gradients of its float16 weights underflow; set null, or "
+            "model.build.dtype=bfloat16"
+        )
     elif build.get("dtype") == "float16" and precision not in _SCALED:
         yield (
             f"model.build.dtype=float16: gradients through it underflow with trainer.precision={precision}; set "

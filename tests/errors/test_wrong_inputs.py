@@ -79,6 +79,10 @@ OF_THE_COMMAND = [
         "gradients of float16 weights underflow; set model.build.dtype=bfloat16",
     ),
     (
+        f"{LORA} model.build.dtype=float16 trainer.precision=16-mixed model.build.freeze_projector=false",
+        "freeze_projector=false: the gradients of its float16 weights underflow; set null, or",
+    ),
+    (
         f"{LORA} model.build.dtype=float16",
         "underflow with .*precision=32-true; set trainer.precision=16-mixed",
     ),
