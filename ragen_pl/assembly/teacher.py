@@ -190,6 +190,7 @@ class Teacher:
             student.image_settings,
             calls_tools=student.calls_tools,
             shares_prefix=student.shares_prefix,
+            packs_rows=student.packs_rows,
         )
         frozen = PolicyModule(teacher, update=UpdateSettings(logits_mib=policy.logits_mib))
         frozen.requires_grad_(False)

@@ -174,6 +174,7 @@ class ChatEndpoint:
         temperature: float,
         seed: int,
         truncation: Truncation | None = None,
+        limits: Mapping[str, Any] | None = None,
     ) -> None:
         """Ask for a response to messages.
 
@@ -184,14 +185,17 @@ class ChatEndpoint:
             temperature: Sampling temperature; 0 is greedy where the endpoint allows it.
             seed: Seed of the response, for endpoints that take one.
             truncation: Tokens that sampling keeps; None for all. OpenAI's API takes `top_p` alone, others all three.
+            limits: Limits of the response that a program asks for, see `PresentTurn.limits`.
         """
         request = {
             "model": self.model,
             "messages": list(messages),
             "temperature": temperature,
             "seed": seed % 2**31,
-            "max_completion_tokens": self.max_tokens,
+            **(limits or {}),
         }
+        longest = request.get("max_completion_tokens", self.max_tokens)
+        request["max_completion_tokens"] = min(longest, self.max_tokens)
         if tools:
             request["tools"] = [*tools]
         if truncation is not None:
@@ -303,6 +307,7 @@ class EndpointResponder:
                 temperature=0.0 if self.greedy else episode.temperature,
                 seed=episode.seed,
                 truncation=None if self.greedy else episode.truncation,
+                limits=episode.turn.limits(),
             )
 
     @property

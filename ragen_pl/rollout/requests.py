@@ -157,6 +157,14 @@ class RequestTurn(PresentTurn):
         """Return the messages of the request."""
         return chat_messages.request_messages(self.request, self.images)
 
+    def limits(self) -> dict[str, Any]:
+        """Return the limits of the request."""
+        limits = {
+            "max_completion_tokens": self.request.max_tokens,
+            "stop": [*self.request.stop] or None,
+        }
+        return {name: value for name, value in limits.items() if value is not None}
+
 
 @dataclass(kw_only=True, slots=True)
 class RequestAnswer:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -212,6 +212,10 @@ class PresentTurn(ABC):
         from ragen_pl.rollout.chat_messages import conversation_messages
 
         return conversation_messages(episode.conversation, window=window)
+
+    def limits(self) -> dict[str, Any]:
+        """Return limits of the response that a program asks for, as fields of a chat request."""
+        return {}
 
 
 def sampled(response: Generation | str, context: Context) -> Generation:

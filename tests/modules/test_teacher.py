@@ -84,6 +84,15 @@ def test_a_teacher_of_another_size_scores_the_policys_tokens(make, folder, estim
     assert not any(name.startswith("reference.") for name in gradients)
 
 
+@pytest.mark.parametrize("packs", [True, False, None])
+def test_a_teacher_packs_rows_as_the_policy_does(make, folder, packs) -> None:
+    def choose(bundle) -> None:
+        bundle.packs_rows = packs
+
+    agent = make.agent(loss=distillation(folder), change=choose)
+    assert agent.reference.bundle.packs_rows is packs
+
+
 @pytest.mark.parametrize("of", ["policy", "reference"])
 def test_a_divergence_falls_with_the_tokens_that_it_tells_apart(make, folder, of) -> None:
     losses = []
