@@ -233,9 +233,7 @@ class GroupFilter:
                 "KeepAll or AboveDeviation"
             )
 
-    def __call__(
-        self, returns: Tensor, group: Tensor, *, limit: int | None = None
-    ) -> FilterResult:
+    def __call__(self, returns: Tensor, group: Tensor, *, limit: int | None = None) -> FilterResult:
         """Judge the trajectories of an iteration, all ranks included.
 
         Args:

@@ -411,5 +411,5 @@ def test_so_does_one_that_goes_on_inside_an_update(setup_of, tmp_path):
 
     with pytest.raises(RolloutError):
         skewed.fit(Save(), max_epochs=1)
-    with pytest.raises(RolloutError, match="update.max_mismatch=0.01"):
+    with pytest.raises(RolloutError, match=r"update\.max_mismatch=0\.01"):
         skewed.fit(max_epochs=1, ckpt_path=str(file))
