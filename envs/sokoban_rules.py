@@ -7,7 +7,7 @@ and no shift of a floor cell leaves the room. Episodes are in `envs.sokoban`.
 from __future__ import annotations
 
 from collections import deque
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -73,8 +73,28 @@ def region(room: Room, *, boxes: int, player: int) -> int:
         reached = spread
 
 
+@lru_cache(maxsize=1024)
+def live_cells(room: Room) -> int:
+    """Return the cells from which a box that is alone in the room can be pushed to a target.
+
+    With a box elsewhere a room has no solution.
+    """
+    live = room.targets
+    while True:
+        more = live
+        for by in steps(room.size):
+            # cells of a box with room for the player behind it
+            more |= shift(live, -by) & room.floor & shift(room.floor, by)
+        if more == live:
+            return live
+        live = more
+
+
 def fewest_pushes(room: Room, state: State) -> int:
     """Return the number of pushes in the shortest solution, or -1 without a solution."""
+    live = live_cells(room)
+    if state.boxes & ~live:
+        return -1
     first = (state.boxes, region(room, boxes=state.boxes, player=state.player))
     queue, depth = deque([first]), {first: 0}
     while queue:
@@ -84,7 +104,7 @@ def fewest_pushes(room: Room, state: State) -> int:
             return depth[node]
         free = room.floor & ~boxes
         for by in steps(room.size):
-            for box in bits(shift(reach, by) & boxes & shift(free, -by)):
+            for box in bits(shift(reach, by) & boxes & shift(free & live, -by)):
                 here = 1 << box
                 moved = boxes ^ here ^ shift(here, by)
                 after = (moved, region(room, boxes=moved, player=here))
@@ -96,6 +116,7 @@ def fewest_pushes(room: Room, state: State) -> int:
 
 def shortest_way(room: Room, state: State) -> list[tuple[State, int]]:
     """Return the (state, action) pairs of a solution with the fewest moves, empty without a solution."""
+    live = live_cells(room)
     came: dict[State, tuple[State, int] | None] = {state: None}
     queue = deque([state])
     while queue:
@@ -108,7 +129,7 @@ def shortest_way(room: Room, state: State) -> list[tuple[State, int]]:
             return way[::-1]
         for action in range(4):
             after = move(room, here, action=action)
-            if after not in came:
+            if after not in came and not after.boxes & ~live:
                 came[after] = (here, action)
                 queue.append(after)
     return []

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.sokoban import Sokoban
+from envs.sokoban_rules import shortest_way
 from visual_envs.sokoban import SokobanVisual
 
 UP, DOWN, LEFT, RIGHT = range(4)
@@ -98,6 +99,8 @@ def test_rules_and_push_counts_equal_a_plain_solver(
         if terminated:
             return
     assert environment.difficulty() == plain.least(pushes=True)
+    moves = plain.least(pushes=False)
+    assert len(shortest_way(environment.room, environment.state)) == max(0, moves)
 
 
 def test_optimal_policy_uses_the_fewest_moves() -> None:
