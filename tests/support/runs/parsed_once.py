@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,26 @@ from hydra.plugins.config_source import ConfigResult
 
 # imports the sources once more: a class that was imported before is not the one in use
 Plugins.instance()
-SOURCE: Any = SourcesRegistry.instance().resolve("file")
-_parse = SOURCE.load_config
-# by source, file and the time of its last change
-_PARSED: dict[tuple[str, Path, int], ConfigResult] = {}
+# pickles by source, file and the time of its last change; compositions change what they load
+_PARSED: dict[tuple[str, str, int], bytes] = {}
 
 
-def _load(source: Any, config_path: str) -> ConfigResult:
-    file = Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml").resolve()
-    if not file.exists():
-        return _parse(source, config_path)
-    key = (source.provider, file, file.stat().st_mtime_ns)
-    if key not in _PARSED:
-        _PARSED[key] = _parse(source, config_path)
-    return copy.deepcopy(_PARSED[key])
+def _parse_once(scheme: str) -> None:
+    source_class: Any = SourcesRegistry.instance().resolve(scheme)
+    parse = source_class.load_config
+
+    def load(source: Any, config_path: str) -> ConfigResult:
+        file = Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml").resolve()
+        is_file = scheme == "file"
+        if is_file and not file.exists():
+            return parse(source, config_path)
+        key = (source.provider, str(file), file.stat().st_mtime_ns if is_file else 0)
+        if key not in _PARSED:
+            _PARSED[key] = pickle.dumps(parse(source, config_path))
+        return pickle.loads(_PARSED[key])
+
+    source_class.load_config = load
 
 
-SOURCE.load_config = _load
+for scheme in ("file", "pkg"):
+    _parse_once(scheme)
