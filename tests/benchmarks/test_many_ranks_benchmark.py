@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.runs.module_process import FORKS
+from support.runs.module_process import start_server
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RANKS = (2, 8)
@@ -37,7 +37,7 @@ def load(benchmark):
 @pytest.fixture(scope="module")
 def measured(benchmark, load):
     """Bytes and values that each rank has received, by the number of ranks."""
-    method = FORKS.get_start_method()
+    method = start_server()
     return {ranks: benchmark.measure(ranks, load, start_method=method) for ranks in RANKS}
 
 

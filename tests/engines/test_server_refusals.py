@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hydra import compose, initialize_config_dir
 from support.models.tiny_models import TEXT
-from support.runs.module_process import FORKS
+from support.runs.module_process import start_server
 from support.servers.fake_vllm import wait
 from support.servers.server_engines import expected, requests, sampled
 
@@ -181,7 +181,7 @@ def use_servers(rank: int, folder: str, urls: list[str]) -> None:
 def test_one_rank_checks_each_server_and_the_first_hands_over_weights(start, tmp_path) -> None:
     servers = [start() for _ in range(2)]
     arguments = (str(tmp_path), [server.url for server in servers])
-    mp.start_processes(use_servers, arguments, nprocs=2, start_method=FORKS.get_start_method())
+    mp.start_processes(use_servers, arguments, nprocs=2, start_method=start_server())
     for server in servers:
         # once at the start and once after they were lost, by both ranks together
         assert server.calls["/server_info"] == server.pushes == 2

@@ -11,13 +11,15 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch.multiprocessing as mp
 from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
-ROOT = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[2]
+ROOT = TESTS.parent
 FORKS = multiprocessing.get_context("forkserver")
 # what runs import, also late
 FORKS.set_forkserver_preload(
@@ -43,6 +45,22 @@ FORKS.set_forkserver_preload(
 )
 
 
+def start_server() -> str:
+    """Start the process that is forked, if it does not run, and return the start method of its forks.
+
+    Python up to 3.12 looks for what it imports there without the paths of this process.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before:
+            os.environ["PYTHONPATH"] = before
+    return FORKS.get_start_method()
+
+
 def start_module(
     name: str,
     arguments: Sequence[str],
@@ -62,6 +80,7 @@ def start_module(
         paths: put in front of `sys.path`.
         environment: further environment variables.
     """
+    start_server()
     settings = (name, list(arguments), folder, output, paths, dict(environment or {}))
     process = FORKS.Process(target=_become, args=settings)
     process.start()
@@ -110,7 +129,7 @@ def run_two_ranks(function: Callable[..., None], *arguments: object) -> None:
 
 def run_ranks(count: int, function: Callable[..., None], *arguments: object) -> None:
     """Call `function(rank, *arguments)` in a fork for each rank, and raise what one of them raises."""
-    mp.start_processes(function, args=arguments, nprocs=count, start_method="forkserver")
+    mp.start_processes(function, args=arguments, nprocs=count, start_method=start_server())
 
 
 def _become(
@@ -121,6 +140,8 @@ def _become(
     paths: Sequence[Path],
     environment: Mapping[str, str],
 ) -> None:
+    # Python says nothing where an import of the server fails
+    assert "support.runs.prepared_fork" in sys.modules
     os.environ |= environment
     # which the tests' own shell may have it ignore
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
