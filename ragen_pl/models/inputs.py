@@ -132,6 +132,8 @@ def _continues_plainly(
         and inputs.features is None
         and bundle.facts.sliding_window is None
         and bool(layers)
+        # in the first call it is not until the last part of the rows
+        and layers[0].is_initialized
         # the earlier tokens were computed as these are
         and layers[0].keys.dtype == torch.float32
     )

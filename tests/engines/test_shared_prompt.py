@@ -57,6 +57,13 @@ def test_short_prefix_is_not_shared(lm):
     check_like_alone(lm, prompts, shared=0)
 
 
+def test_prompts_without_a_common_prefix_are_computed_in_parts(lm):
+    rows = [words(lm, end, head="") for end in ("Up", "Left and Up", "hole 1 2")]
+    requests = requests_of([prompt_of(row) for row in rows])
+    engine = TransformersEngine(PolicyModule(lm), prefill_tokens=1)
+    check_responses(lm, requests, generate(engine, requests, keep=True))
+
+
 def test_images_are_never_shared(vlm):
     rng, slot = np.random.default_rng(0), vlm.image_token_id
     head = vlm.tokenizer.encode(RULES)
