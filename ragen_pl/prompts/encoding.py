@@ -30,6 +30,8 @@ _LONGEST_TOKEN = 4096
 _UNKNOWN = "\ufffd"
 # largest number of tokens that are decoded together to complete a character
 _MOST_OPEN = 64
+# times that the removal of control tokens may leave others
+_MOST_JOINED = 16
 
 
 class TextEncoder:
@@ -99,11 +101,12 @@ class TextEncoder:
 
     def strip_control_tokens(self, text: str) -> str:
         """Return a text without the tokenizer's control tokens."""
-        before = None
-        # removing one token may join the halves of another
-        while text != before:
+        # removing one token may join the halves of another; of thousands in each other a character keeps these apart
+        for _ in range(_MOST_JOINED):
             before, text = text, self._control_tokens.sub("", text)
-        return text
+            if text == before:
+                return text
+        return self._control_tokens.sub(_UNKNOWN, text)
 
     def mark_in(self, text: str) -> str | None:
         """Return the first control token or mark of the chat template in a text, None without any."""

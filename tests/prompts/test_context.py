@@ -1,6 +1,7 @@
 """Contexts: sampled ids, prefixes, windows, chat templates that rewrite history, untrusted text."""
 
 import copy
+import time
 
 import numpy as np
 import pytest
@@ -268,6 +269,17 @@ def test_control_token_names_in_an_observation_are_plain_letters(lm, template):
     assert count[0] == count[1]
     if template is None:
         assert HOSTILE in bundle.tokenizer.decode(hostile.ids)
+
+
+def test_thousands_of_control_tokens_in_each_other_are_removed_at_once(lm):
+    bundle = with_template(lm, STRIPS_THINK)
+    text = "<|end|" * 30_000 + ">" * 30_000
+    begin = time.thread_time()
+    (prompt, *_), _ = converse(ContextManager(bundle, window="all"), [RESPONSE], texts=[text])
+    # a pass over the text for each takes several times as long
+    assert time.thread_time() - begin < 6.0
+    ends = [bundle.decode([token]) for token in prompt.ids].count("<|end|>")
+    assert ends == bundle.decode(prompt.ids).count("<|end|>") == 2
 
 
 def test_image_slots_match_image_features(vlm):
