@@ -112,6 +112,12 @@ class RequestPrompts:
                 self._formats[key] = NativeFormat(template, self._bundle.end_texts)
             except NoToolsError as error:
                 raise RequestRefusedError("unsupported_tools", str(error)) from error
+            # a template may raise any exception
+            except Exception as error:
+                raise RequestRefusedError(
+                    "unsupported_tools",
+                    f"the model's chat template cannot show these tools: {error}",
+                ) from error
             while len(self._formats) > _MAX_FORMATS:
                 self._formats.popitem(last=False)
         return self._formats[key]

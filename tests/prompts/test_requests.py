@@ -289,3 +289,14 @@ def test_what_a_template_raises_is_told_to_the_program():
     client = Client(tiny("qwen3_5"))
     with pytest.raises(RequestRefusedError, match="cannot show these messages"):
         client.ask(user("Hi"), {"role": "system", "content": "late"})
+
+
+@pytest.mark.parametrize("changes", [{"properties": "article"}, {"required": True}])
+def test_what_a_template_raises_for_tools_is_told_to_the_program(changes):
+    tool = TOOLS[0]["function"] | {"parameters": PARAMETERS | changes}
+    client = Client(tiny("gemma4"), tools=[{"type": "function", "function": tool}])
+    with pytest.raises(RequestRefusedError, match="cannot show these tools") as refused:
+        client.ask(user("Hi"))
+    assert refused.value.code == "unsupported_tools"
+    client.tools = TOOLS
+    client.ask()
