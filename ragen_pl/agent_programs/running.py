@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from ragen_pl.agent_programs.launcher import ProgramLauncher, ProgramLimits
 from ragen_pl.agent_programs.serving.server import AgentServer
@@ -24,7 +25,9 @@ from ragen_pl.agent_programs.variables import program_variables
 # a longer text is no environment variable
 _MAX_TASK_VARIABLE = 100_000
 # bytes
-_MAX_RESULT = 32 * 1024 * 1024
+_MAX_RESULT, _MAX_OUTPUT = 32 * 1024 * 1024, 256 * 1024 * 1024
+# between two looks at the size of a verifier's output
+_LOOK_S = 0.5
 # until processes that are killed have ended
 _KILL_S = 5.0
 # lines of the output in an error
@@ -130,7 +133,8 @@ class RunningProgram:
     def verified(self, verifier: Sequence[str], *, timeout_s: float) -> str:
         """Return the last line that a verifier writes in the program's folder, after its end.
 
-        It gets the variables of a program, without the endpoint's; its `HOME` is not the one that the program had.
+        It gets the variables of a program, without the endpoint's; its `HOME` is not the one that the program had. What
+        it has started is killed at its end.
 
         Raises:
             RuntimeError: The verifier failed.
@@ -141,32 +145,60 @@ class RunningProgram:
             **program_variables(), "HOME": str(own), "TMPDIR": str(own), **self._variables, **self._about_task,
         }  # fmt: skip
         try:
-            run = subprocess.run(
-                verifier,
-                cwd=self._work,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                check=True,
-            )
-        except subprocess.CalledProcessError as error:
-            # test runners say on the one what fails, others on the other
-            output = f"{error.stdout}\n{error.stderr}"
-            raise RuntimeError(
-                f"env.verifier={shlex.join(verifier)}: {_end_of(error.returncode)}; its last lines: "
-                f"{last_lines(output)}"
-            ) from error
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(
-                f"env.verifier={shlex.join(verifier)}: it took longer than env.kwargs.program_s={timeout_s:g} s"
-            ) from error
+            # no pipes: a process that it leaves behind would hold them, and memory would hold an endless output
+            with (
+                TemporaryFile(dir=self._folder) as output,
+                TemporaryFile(dir=self._folder) as errors,
+            ):
+                process = subprocess.Popen(
+                    verifier,
+                    cwd=self._work,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=errors,
+                )
+                try:
+                    problem = _problem_of(process, (output, errors), timeout_s=timeout_s)
+                finally:
+                    process.kill()
+                    process.wait()
+                    _kill_all_in(self._folder)
+                written, said = _end_of_file(output), _end_of_file(errors)
         except (OSError, subprocess.SubprocessError) as error:
             raise RuntimeError(f"env.verifier={shlex.join(verifier)}: {error}") from error
+        if problem is not None:
+            raise RuntimeError(f"env.verifier={shlex.join(verifier)}: {problem}")
+        if process.returncode != 0:
+            # test runners say on the one what fails, others on the other
+            last = last_lines("\n".join([written, said]))
+            raise RuntimeError(
+                f"env.verifier={shlex.join(verifier)}: {_end_of(process.returncode)}; its last lines: {last}"
+            )
         # its JSON may hold other line ends than \n
-        return str(run.stdout.strip().rpartition("\n")[2])
+        return written.strip().rpartition("\n")[2]
+
+
+def _problem_of(
+    process: subprocess.Popen[bytes], files: Sequence[IO[bytes]], *, timeout_s: float
+) -> str | None:
+    """Wait for a process that writes to files; return why it is not waited for any longer, None once it has ended."""
+    end = time.monotonic() + timeout_s
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(min(_LOOK_S, max(0.0, end - time.monotonic())))
+            return None
+        if time.monotonic() >= end:
+            return f"it took longer than env.kwargs.program_s={timeout_s:g} s"
+        if any(os.fstat(file.fileno()).st_size > _MAX_OUTPUT for file in files):
+            return f"it wrote more than {_MAX_OUTPUT} bytes"
+
+
+def _end_of_file(file: IO[bytes]) -> str:
+    """Return the last part of a file as text."""
+    file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_RESULT))
+    text = file.read(_MAX_RESULT).decode(errors="replace")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _kill_all_in(folder: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
+from ragen_pl.agent_programs import running
 from ragen_pl.agent_programs.variables import Secrets
 from ragen_pl.data.collate import collate
 from ragen_pl.trajectory import EpisodeStatus
@@ -144,6 +146,33 @@ def test_a_verifier_that_fails_says_why(play, script, tmp_path, body, reason):
     command = [sys.executable, "-S", str(verifier)]
     (episode,) = play(script("ask('a')\nreport(reward=1)"), verifier=command)
     assert episode.status is EpisodeStatus.FAILED and reason in episode.error, episode.error
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        ("print('{\"reward\": 1}')", None),
+        ("time.sleep(60)", "it took longer than env.kwargs.program_s=3 s"),
+        ("while True: print('x' * 100_000)", "it wrote more than 1000000 bytes"),
+    ],
+)
+def test_nothing_that_a_verifier_has_started_outlives_it(
+    play, script, tmp_path, monkeypatch, ending, reason
+):
+    """What it leaves behind holds its output, and does not keep its result back."""
+    monkeypatch.setattr(running, "_MAX_OUTPUT", 1_000_000)
+    number, verifier = tmp_path / "number", tmp_path / "verify.py"
+    verifier.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(number)!r}, 'w').write(str(child.pid))\n{ending}\n"
+    )
+    (episode,) = play(
+        script("ask('a')"), verifier=[sys.executable, "-S", str(verifier)], program_s=3.0
+    )
+    stat = Path(f"/proc/{number.read_text()}/stat")
+    assert not stat.exists() or ") Z " in stat.read_text()
+    assert (episode.reward == 1) if reason is None else (reason in episode.error)
 
 
 def test_a_crash_costs_its_reward_where_one_is_set(play, script):
