@@ -59,7 +59,7 @@ def random_scores() -> Scores:
         prompts: Sequence[Prompt],
         parts: Sequence[Sequence[np.ndarray]],
         *,
-        max_tokens: int,
+        max_tokens: Sequence[int],
     ) -> list[np.ndarray]:
         return [rng.random(len(candidates)) for candidates in parts]
 

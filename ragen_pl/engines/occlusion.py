@@ -31,7 +31,7 @@ def occlusion_scores(
     prompts: Sequence[Prompt],
     candidates: Sequence[Sequence[np.ndarray]],
     *,
-    max_tokens: int,
+    max_tokens: Sequence[int],
 ) -> list[np.ndarray]:
     """Score groups of positions by how much the policy's greedy response depends on them.
 
@@ -43,16 +43,14 @@ def occlusion_scores(
         engine: Engine for the greedy responses.
         prompts: Whole prompts.
         candidates: Groups of positions (int64) of each prompt, each left out together.
-        max_tokens: Length limit of the responses.
+        max_tokens: Length limit of each response.
 
     Returns:
         float64 `[candidates]` for each prompt.
     """
     requests = [
-        GenerationRequest(
-            session=number, prompt=prompt, max_tokens=max_tokens, temperature=0.0, seed=0
-        )
-        for number, prompt in enumerate(prompts)
+        GenerationRequest(session=number, prompt=prompt, max_tokens=limit, temperature=0.0, seed=0)
+        for number, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
     ]
     check = GenerationCheck.of(bundle)
     generations = generate(engine, requests, keep=False, check=check)

@@ -211,7 +211,7 @@ class EngineResponder:
             self.engine,
             [episode.prompt for episode in episodes],
             [self.context.candidates(episode.conversation) for episode in episodes],
-            max_tokens=episodes[0].max_response_tokens,
+            max_tokens=[episode.max_response_tokens for episode in episodes],
         )
         for episode, candidate_scores in zip(episodes, scores, strict=True):
             episode.prompt = self.context.narrow(episode.conversation, candidate_scores)

@@ -1,5 +1,7 @@
 """Leaving patches and turns out: which have the lowest scores, and that engine and trainer see the same prompt."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.occlusion import occlusion_scores
 from ragen_pl.engines.protocol import GenerationRequest, Prompt, generate
 from ragen_pl.environments.manager import EnvironmentManager
+from ragen_pl.environments.mixture import EnvironmentMixture
 from ragen_pl.models.distribution import log_distribution
 from ragen_pl.modules.policy import PolicyModule
 from ragen_pl.prompts.context import ContextManager
@@ -103,6 +106,29 @@ def test_leave_out_does_not_depend_on_num_envs(vlm) -> None:
     assert responses(many) == responses(few)
 
 
+def test_leave_out_does_not_depend_on_the_other_environments_of_a_mixture(vlm) -> None:
+    """Responses of each have a limit of their own."""
+
+    def patches(slots: int) -> list[list[int]]:
+        managers = {
+            str(limit): EnvironmentManager(
+                target="ragen/FrozenLakeVisual-v0", max_turns=1, max_response_tokens=limit
+            )
+            for limit in (1, 10)
+        }
+        proxy = AgentProxy(
+            environments=EnvironmentMixture(managers),
+            context=ContextManager(vlm, window=1, leave_out=LeaveOut(patches=0.5)),
+            max_response_tokens=10,
+            num_envs=slots,
+        )
+        specs = [replace(spec, environment=name) for spec in starts(4) for name in managers]
+        episodes = roll_out(proxy, TransformersEngine(PolicyModule(vlm)), specs)
+        return [episode.turns[0].prompt_patches[0].tolist() for episode in episodes]
+
+    assert patches(slots=8) == patches(slots=1)
+
+
 def test_patches_with_the_highest_occlusion_scores_are_shown(vlm) -> None:
     (trajectory,) = played(vlm, window=1, leave_out=LeaveOut(patches=0.5), groups=1, max_turns=1)
     (turn,) = trajectory.turns
@@ -111,7 +137,7 @@ def test_patches_with_the_highest_occlusion_scores_are_shown(vlm) -> None:
     slots = np.flatnonzero(whole == vlm.image_token_id)
     engine = TransformersEngine(PolicyModule(vlm))
     parts = [*slots[:, None], slots[[0, 3]]]
-    (scores,) = occlusion_scores(vlm, engine, [prompt], [parts], max_tokens=10)
+    (scores,) = occlusion_scores(vlm, engine, [prompt], [parts], max_tokens=[10])
     shown = set(turn.prompt_patches[0].tolist())
     rest = set(range(len(slots))) - shown
     assert min(scores[list(shown)]) >= max(scores[list(rest)]) > 0
