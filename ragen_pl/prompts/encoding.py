@@ -30,8 +30,6 @@ _LONGEST_TOKEN = 4096
 _UNKNOWN = "\ufffd"
 # largest number of tokens that are decoded together to complete a character
 _MOST_OPEN = 64
-# times that the removal of control tokens may leave others
-_MOST_JOINED = 16
 
 
 class TextEncoder:
@@ -102,7 +100,7 @@ class TextEncoder:
     def strip_control_tokens(self, text: str) -> str:
         """Return a text without the tokenizer's control tokens."""
         # removing one token may join the halves of another; of thousands in each other a character keeps these apart
-        for _ in range(_MOST_JOINED):
+        for _ in range(16):
             before, text = text, self._control_tokens.sub("", text)
             if text == before:
                 return text
