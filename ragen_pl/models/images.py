@@ -100,9 +100,9 @@ class HeldFeatures:
     def add(self, features: Mapping[bytes, ImageFeatures]) -> None:
         """Hold features."""
         self.by_key |= features
-        self._size += sum(map(_bytes, features.values()))
+        self._size += sum(map(bytes_of, features.values()))
         while self._size > self.max_bytes:
-            self._size -= _bytes(self.by_key.pop(next(iter(self.by_key))))
+            self._size -= bytes_of(self.by_key.pop(next(iter(self.by_key))))
 
 
 @dataclass(slots=True)
@@ -442,7 +442,8 @@ def _equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _bytes(features: ImageFeatures) -> int:
+def bytes_of(features: ImageFeatures) -> int:
+    """Return the bytes of features."""
     tensors = (features.tokens, *features.deepstack)
     return sum(tensor.nbytes for tensor in tensors)
 

@@ -18,6 +18,7 @@ from support.episodes.trajectories import make_request, roll_out, starts
 from ragen_pl.base.seeding import derive_seed, uniforms
 from ragen_pl.data.validation import ValidationSet
 from ragen_pl.engines.errors import RolloutError
+from ragen_pl.engines.in_process import engine as engine_module
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import generate
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
@@ -50,6 +51,26 @@ def test_only_new_tokens_are_computed_and_images_encoded_once(vlm, monkeypatch):
             sampled += len(response.ids)
     assert (engine.prefilled_tokens, engine.sampled_tokens) == (new, sampled)
     assert encoded == [3, 3, 3, 3]  # one new image an environment and turn
+
+
+@pytest.mark.parametrize("window", [1, 2, "all"])
+def test_features_of_images_that_no_prompt_needs_are_dropped_where_they_are_many(
+    vlm, monkeypatch, window
+):
+    """A rollout shows a new image in each turn of each episode."""
+    engine = TransformersEngine(PolicyModule(vlm))
+    expected = [
+        [response.ids.tolist() for response in responses]
+        for _, responses in talks_with_images(vlm, engine, slots=2, turns=6, window=window)
+    ]
+    assert engine.held_images == 12
+    of_one = 4 * vlm.hidden_size * vlm.model.dtype.itemsize
+    monkeypatch.setattr(engine_module, "HELD_BYTES", 5 * of_one)
+    engine = TransformersEngine(PolicyModule(vlm))
+    turns = talks_with_images(vlm, engine, slots=2, turns=6, window=window)
+    for (_, responses), known in zip(turns, expected, strict=True):
+        assert [response.ids.tolist() for response in responses] == known
+        assert engine.held_images <= 7
 
 
 def test_sessions_may_come_in_another_order(lm):

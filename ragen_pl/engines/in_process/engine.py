@@ -41,7 +41,7 @@ from ragen_pl.engines.protocol import (
 )
 from ragen_pl.models.facts import ModelFacts
 from ragen_pl.models.image_features import ImageFeatures
-from ragen_pl.models.images import content_key
+from ragen_pl.models.images import HELD_BYTES, bytes_of, content_key
 from ragen_pl.models.inputs import (
     DecoderInputs,
     continued_inputs,
@@ -334,6 +334,10 @@ class TransformersEngine(InProcessRules):
         """Return the features of the patches shown of each image; images of equal content are encoded once."""
         assert self.bundle.images is not None
         keys = [content_key(image) for image in images]
+        if sum(map(bytes_of, self._features.values())) > HELD_BYTES:
+            # a copy, which keeps nothing of the images that were encoded with it
+            kept = self._features.keys() & set(keys)
+            self._features = {key: self._features[key].select([0], [None]) for key in kept}
         new = {
             key: image for key, image in zip(keys, images, strict=True) if key not in self._features
         }
