@@ -133,8 +133,8 @@ class RunningProgram:
     def verified(self, verifier: Sequence[str], *, timeout_s: float) -> str:
         """Return the last line that a verifier writes in the program's folder, after its end.
 
-        It gets the variables of a program, without the endpoint's; its `HOME` is not the one that the program had. What
-        it has started is killed at its end.
+        It gets the variables of a program, without the endpoint's; its `HOME` is not the one that the program had.
+        Where it is killed, what it has started is too.
 
         Raises:
             RuntimeError: The verifier failed.
@@ -161,9 +161,10 @@ class RunningProgram:
                 try:
                     problem = _problem_of(process, (output, errors), timeout_s=timeout_s)
                 finally:
-                    process.kill()
-                    process.wait()
-                    _kill_all_in(self._folder)
+                    if process.poll() is None:
+                        process.kill()
+                        process.wait()
+                        _kill_all_in(self._folder)
                 written, said = _end_of_file(output), _end_of_file(errors)
         except (OSError, subprocess.SubprocessError) as error:
             raise RuntimeError(f"env.verifier={shlex.join(verifier)}: {error}") from error

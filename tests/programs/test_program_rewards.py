@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -148,31 +150,41 @@ def test_a_verifier_that_fails_says_why(play, script, tmp_path, body, reason):
     assert episode.status is EpisodeStatus.FAILED and reason in episode.error, episode.error
 
 
+# writes the number of a process that holds its output
+LEAVES_A_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
+open(sys.argv[1], "w").write(str(child.pid))
+"""
+
+
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [
-        ("print('{\"reward\": 1}')", None),
         ("time.sleep(60)", "it took longer than env.kwargs.program_s=3 s"),
         ("while True: print('x' * 100_000)", "it wrote more than 1000000 bytes"),
     ],
 )
-def test_nothing_that_a_verifier_has_started_outlives_it(
+def test_what_a_verifier_has_started_is_killed_with_it(
     play, script, tmp_path, monkeypatch, ending, reason
 ):
-    """What it leaves behind holds its output, and does not keep its result back."""
     monkeypatch.setattr(running, "_MAX_OUTPUT", 1_000_000)
     number, verifier = tmp_path / "number", tmp_path / "verify.py"
-    verifier.write_text(
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(number)!r}, 'w').write(str(child.pid))\n{ending}\n"
-    )
-    (episode,) = play(
-        script("ask('a')"), verifier=[sys.executable, "-S", str(verifier)], program_s=3.0
-    )
+    verifier.write_text(LEAVES_A_CHILD + ending)
+    command = [sys.executable, "-S", str(verifier), str(number)]
+    (episode,) = play(script("ask('a')"), verifier=command, program_s=3.0)
+    assert reason in episode.error
     stat = Path(f"/proc/{number.read_text()}/stat")
     assert not stat.exists() or ") Z " in stat.read_text()
-    assert (episode.reward == 1) if reason is None else (reason in episode.error)
+
+
+def test_what_a_verifier_leaves_behind_keeps_its_result_back_no_longer(play, script, tmp_path):
+    number, verifier = tmp_path / "number", tmp_path / "verify.py"
+    verifier.write_text(LEAVES_A_CHILD + "print('{\"reward\": 1}')")
+    command = [sys.executable, "-S", str(verifier), str(number)]
+    (episode,) = play(script("ask('a')"), verifier=command, program_s=10.0)
+    os.kill(int(number.read_text()), signal.SIGKILL)
+    assert episode.error is None and episode.reward == 1
 
 
 def test_a_crash_costs_its_reward_where_one_is_set(play, script):
