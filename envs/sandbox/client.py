@@ -225,6 +225,7 @@ def _outcome(reply: bytes, *, count: int) -> Run:
     ):
         return Run(starts=True, calls=answer)
     error = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(error, str):
+    # without an error there would be results
+    if not isinstance(error, str) or not error:
         return Run(starts=True, error="output is unreadable")
     return Run(starts=bool(answer.get("starts")), error=error[:200])

@@ -108,6 +108,7 @@ HOSTILE = {
         "import os\nos.write(3, b'{{\"starts\": true, \"calls\": ['"
         " + b', '.join([b'{{\"value\": 0}}'] * 10) + b']}}')\nos._exit(0)"
     ),
+    "forged results without an error": "import os\nos.write(3, b'{{\"error\": \"\"}}\\n' * 2)\nos.read(4, 9)",
     "forged nonsense": "import os\nos.write(3, b'[' * 19000)\nos._exit(0)",
     "endless results": "import os\nwhile True: os.write(3, b'a' * 10**6)",
     "the server's functions": (
@@ -194,6 +195,7 @@ def test_hidden_inputs_are_not_there_while_results_are_shown(sandbox):
         ("os._exit(0)", "error: ended early"),
         ('os.write(3, b\'{"error": "the input"}\'); os._exit(0)', "a hidden test fails"),
         ('os.write(3, b\'{"error": "the input"}\\n\'); os.read(4, 1)', "a hidden test fails"),
+        ('os.write(3, b\'{"error": ""}\\n\'); os.read(4, 1)', "error: output is unreadable"),
     ],
 )
 def test_a_player_hears_of_hidden_tests_how_the_program_ends_and_no_more(env, end, heard):
