@@ -94,6 +94,14 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
         result: tuple[Any, float, bool, bool, dict[str, Any]] = self._advance("step", action)
         return result
 
+    def render(self) -> Any:
+        """Return what the environment renders."""
+        return self._call("render")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy of the environment in this process, in which a policy looks ahead."""
+        return self._ask("copied")
+
     def close(self) -> None:
         """Close the environment and end its process."""
         try:
@@ -214,6 +222,9 @@ class _Served:
         result = getattr(self.env.unwrapped, name)(*args)
         generators = instances(args, np.random.Generator)
         return result, [generator.bit_generator.state for generator in generators]
+
+    def copied(self) -> gymnasium.Env[Any, Any]:
+        return self.env.unwrapped
 
     def close(self) -> None:
         self.env.close()

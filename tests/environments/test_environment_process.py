@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs.policies import NoisyPolicy, RandomPolicy
+from envs.policies import NoisyPolicy, OptimalPolicy, RandomPolicy, SeveralActions
+from envs.trivial_policies import Constant, Cycle
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.environments.process import ProcessEnvironment
 from ragen_pl.prompts.conversation import TextContext
@@ -80,6 +81,25 @@ def test_a_reset_that_hangs_or_dies_costs_its_own_episode(manager):
     assert "took longer than" in hangs.error and "exit code 7" in dies.error
     assert {hangs.cause, dies.cause} == {FailureCause.INFRASTRUCTURE}
     assert not hangs.turns and not dies.turns
+
+
+@pytest.mark.parametrize(
+    ("target", "policy"),
+    [
+        ("envs.game_2048.Game2048", Cycle(actions=["Up", "Left"], otherwise=["Right", "Down"])),
+        (LAKE, SeveralActions(policy=OptimalPolicy(), most=3)),
+        ("envs.negotiation.Negotiation", Constant(action="propose {1} books")),
+    ],
+)
+def test_policies_look_ahead_and_read_observations_in_a_process_as_without_one(target, policy):
+    acts = []
+    for process in (False, True):
+        env = EnvironmentManager(target=target, process=process).make()
+        env.reset(seed=3)
+        acts.append([policy.act(env, np.random.default_rng(seed)) for seed in range(3)])
+        acts[-1].append(env.unwrapped.state_key())
+        env.close()
+    assert acts[0] == acts[1]
 
 
 def test_processes_end_with_the_manager():
