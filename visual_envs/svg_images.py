@@ -24,6 +24,8 @@ RGBImage = NDArray[np.uint8]
 
 MAX_SHAPES = 64
 MAX_DEPTH = 6
+# Beyond 32,767 pixels from the canvas the renderer's numbers overflow, which may end the process.
+_MAX_PIXELS = 30_000
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 _WHITE = 255
 
@@ -31,6 +33,7 @@ _WHITE = 255
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,5}(?:\.[0-9]{0,8})?|\.[0-9]{1,8})(?![0-9])")
 _COLOR = re.compile(r"[a-zA-Z]{1,24}|#(?:[0-9a-fA-F]{3}){1,2}")
 _POINTS_BETWEEN = re.compile(r"[\s,]*")
+_PATH_PARTS = re.compile(r"([A-Za-z]?)([^A-Za-z]+)")
 _PATH_BETWEEN = re.compile(r"[MmLlHhVvCcSsQqTtAaZz\s,]*")
 
 _PAINT = {
@@ -61,10 +64,12 @@ class Drawing:
     Attributes:
         view_box: Left, top, width and height of the visible square.
         body: The shapes as SVG, written anew.
+        reach: Bound of the distance of their points and of the ends of their curves' handles from the origin.
     """
 
     view_box: tuple[float, float, float, float]
     body: str = ""
+    reach: float = 0.0
 
 
 def read_svg(text: str, *, size: float) -> Drawing:
@@ -95,7 +100,7 @@ def read_svg(text: str, *, size: float) -> Drawing:
     body, count = _written_all(root, depth=1)
     if count > MAX_SHAPES:
         raise SvgError(f"it has {count} elements, more than {MAX_SHAPES}")
-    return Drawing(view_box=view_box, body=body)
+    return Drawing(view_box=view_box, body=body, reach=_reach(root))
 
 
 def _view_box(root: ElementTree.Element, *, size: float) -> tuple[float, float, float, float]:
@@ -164,6 +169,35 @@ _READS: dict[str, Callable[[str], bool]] = {
 }
 
 
+def _reach(root: ElementTree.Element) -> float:
+    """Return the bound `Drawing.reach`; strokes and their corners reach beyond points."""
+    extents = [_extent(element) for element in root.iter() if _name(element) in _SHAPES]
+    widths = [abs(float(element.get("stroke-width", "1"))) for element in root.iter()]
+    return max(extents) + 2 * max(widths) if extents else 0.0
+
+
+def _extent(element: ElementTree.Element) -> float:
+    extent = 0.0
+    for name, kind in _SHAPES[_name(element)].items():
+        value = element.get(name, "0")
+        extent += abs(float(value)) if kind == "number" else _extent_of_points(value)
+    return extent
+
+
+def _extent_of_points(text: str) -> float:
+    """Return a bound of the distance of points from the origin, those of a path with its commands."""
+    farthest, moved, factor = 0.0, 0.0, 1.0
+    for command, arguments in _PATH_PARTS.findall(text):
+        numbers = [abs(float(number)) for number in _NUMBER.findall(arguments)]
+        if command.islower():
+            moved += sum(numbers)
+        else:
+            farthest = max([farthest, *numbers])
+        # an arc is twice as wide as its radius, and a mirrored handle may be as far again from each point
+        factor += {"A": 2.0, "S": 2.0, "T": 2.0 * len(numbers)}.get(command.upper(), 0.0)
+    return factor * (farthest + moved)
+
+
 def _name(element: ElementTree.Element) -> str:
     return str(element.tag).removeprefix(_NAMESPACE)
 
@@ -176,8 +210,11 @@ def render(drawing: Drawing, *, side: int) -> RGBImage:
     """Render a drawing on white, `[side, side, 3]`. The array is read-only.
 
     Raises:
-        SvgError: The renderer refuses it.
+        SvgError: It reaches too far beyond the canvas, or the renderer refuses it.
     """
+    left, top, width, _ = drawing.view_box
+    if (drawing.reach + max(abs(left), abs(top))) * side > _MAX_PIXELS * width:
+        raise SvgError("it reaches too far beyond the canvas")
     box = " ".join(f"{number:g}" for number in drawing.view_box)
     text = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">{drawing.body}</svg>'
     return _rendered(text, side)

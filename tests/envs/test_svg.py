@@ -172,9 +172,36 @@ def test_the_same_picture_in_other_words(text):
 def test_any_path_is_refused_or_drawn(paths):
     try:
         drawing = read_svg("".join(f'<path d="{path}"/>' for path in paths), size=4)
+        picture = render(drawing, side=64)
     except SvgError:
         return
-    assert render(drawing, side=64).shape == (64, 64, 3)
+    assert picture.shape == (64, 64, 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<svg viewBox="0 0 0.01 0.01"><circle cx="99999" cy="0" r="99999"/></svg>',
+        '<svg viewBox="-99999 0 4 4"><rect width="1" height="1"/></svg>',
+        '<circle cx="2000" cy="1" r="1"/>',
+        '<line x1="0" y1="1" x2="9" y2="1" stroke="red" stroke-width="1000"/>',
+        '<polygon points="0,0 1,-2000 1,1"/>',
+        '<path d="M0 0 L1 2000"/>',
+        f'<path d="m0 0 {"9 9 " * 120}"/>',
+        '<path d="M0 0 A 800 800 0 1 1 1 1"/>',
+        f'<path d="M0 0 Q 40 40 1 1 T {"40 -40 " * 20}"/>',
+    ],
+)
+def test_what_reaches_far_beyond_the_canvas_is_refused(text):
+    # the renderer may end the process at it
+    drawing = read_svg(text, size=4)
+    with pytest.raises(SvgError, match="beyond the canvas"):
+        render(drawing, side=64)
+
+
+def test_a_picture_may_reach_beyond_the_canvas():
+    far = '<circle cx="400" cy="1" r="400"/><path d="M-400 9 l 20 20 c 1 1 2 2 3 3 A 9 9 0 0 1 400 400"/>'
+    assert render(read_svg(far, size=4), side=64).min() == 0
 
 
 def test_settings_are_checked(env):
