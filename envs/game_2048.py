@@ -42,7 +42,8 @@ class Game2048(Environment):
     `success`: a tile has the target number. `action_is_effective`: the board changed.
 
     ## Arguments
-    - `size`: rows and columns, 2 to 5. `target`: a power of 2 from 8 to 2048.
+    - `size`: rows and columns, 2 to 5. `target`: a power of 2 from 8 to 2048, at most 32 on 2 by 2 cells and 1024 on 3
+      by 3, on which there is no room for a larger tile.
     - `merge_reward`: at least 0.
 
     ## Trivial Policies
@@ -69,7 +70,7 @@ class Game2048(Environment):
     ) -> None:
         super().__init__(render_mode=render_mode)
         self.size, self.merge_reward = size, merge_reward
-        self.target = self._goal = _power(target)
+        self.target = self._goal = _power(target, size=size)
         self.instructions = self._rules()
         self.action_space = spaces.Discrete(len(MOVES))
         self.observation_space = spaces.Text(max_length=200, charset=TEXT_CHARSET)
@@ -80,7 +81,7 @@ class Game2048(Environment):
     ) -> tuple[Observation, dict[str, Any]]:
         """Put two tiles on an empty board. Option `target` sets another target number."""
         options = self._begin(seed=seed, options=options)
-        self._goal = _power(options.get("target", 2**self.target))
+        self._goal = _power(options.get("target", 2**self.target), size=self.size)
         self.instructions = self._rules()
         self._rows = ((0,) * self.size,) * self.size
         for _ in range(2):
@@ -216,9 +217,17 @@ def _count(rows: Rows) -> int:
     return sum(tile > 0 for row in rows for tile in row)
 
 
-def _power(target: object) -> int:
-    """Return the exponent of a target number."""
-    if target not in {2**power for power in range(3, 12)}:
-        raise ValueError(f"target: found {target!r}, expected a power of 2 from 8 to 2048")
+def _power(target: object, *, size: int) -> int:
+    """Return the exponent of a target number.
+
+    Raises:
+        ValueError: It is none, or no tile of a board can have it.
+    """
+    # of a chain of tiles that ends with a new 4
+    largest = min(11, size**2 + 1)
+    if target not in {2**power for power in range(3, largest + 1)}:
+        raise ValueError(
+            f"target: found {target!r}, expected a power of 2 from 8 to {2**largest} on {size} by {size} cells"
+        )
     assert isinstance(target, int)
     return target.bit_length() - 1

@@ -37,9 +37,10 @@ from .sokoban_text import (
 
 # More pushes than any room needs.
 _MAX_PUSHES = 10_000
+# a push takes three cells in a row
+_SMALLEST = 5
 
-
-Size = Annotated[int, Interval(ge=4, le=MAX_GRID)]
+Size = Annotated[int, Interval(ge=_SMALLEST, le=MAX_GRID)]
 
 
 class Sokoban(Environment):
@@ -75,7 +76,7 @@ class Sokoban(Environment):
     `success`: solved. `action_is_effective`: the move changed the state.
 
     ## Arguments
-    - `size`: rows and columns, border walls included, 4 to 16; of the largest room where resets name smaller ones.
+    - `size`: rows and columns, border walls included, 5 to 16; of the largest room where resets name smaller ones.
     - `boxes`: at least 1. `walls`: number of walls inside the border.
     - `min_pushes`, `max_pushes`: bounds of the number of pushes in the shortest solution; None means
       no upper bound. The search stops after 4,000 states, which also bounds it.
@@ -233,7 +234,7 @@ class Sokoban(Environment):
         return coordinates_text(self.room, self.state, signs=self.signs)
 
     def _resize(self, size: int) -> None:
-        check_number(size, name="size", low=4, high=self.largest, whole=True)
+        check_number(size, name="size", low=_SMALLEST, high=self.largest, whole=True)
         cells = (size - 2) ** 2
         check_number(self.boxes, name="boxes", low=1, high=cells // 2, whole=True)
         check_number(self.walls, name="walls", low=0, high=cells - 2 * self.boxes - 1, whole=True)

@@ -301,19 +301,26 @@ class Gym(Environment):
                 raise ValueError(
                     f"success: found {success!r}, expected one of {', '.join(Success)}"
                 )
+            if success == Success.THRESHOLD and self._threshold is None:
+                raise ValueError(
+                    "success=threshold: the id has no reward_threshold, so no episode would count as solved; set "
+                    "terminated or positive"
+                )
             return Success(success)
         if self.family:
             return self.family.success
-        known = self.game.spec is not None and self.game.spec.reward_threshold is not None
-        return Success.THRESHOLD if known else Success.POSITIVE
+        return Success.POSITIVE if self._threshold is None else Success.THRESHOLD
+
+    @property
+    def _threshold(self) -> float | None:
+        return self.game.spec.reward_threshold if self.game.spec else None
 
     def _is_solved(self, info: Mapping[str, Any], reward: float, terminated: bool) -> bool:
         for name in ("success", "is_success"):
             if name in info:
                 return bool(info[name])
         if self.success is Success.THRESHOLD:
-            threshold = self.game.spec.reward_threshold if self.game.spec else None
-            return threshold is not None and self._return >= threshold
+            return self._threshold is not None and self._return >= self._threshold
         return terminated and (self.success is Success.TERMINATED or reward > 0)
 
 

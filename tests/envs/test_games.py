@@ -58,6 +58,10 @@ def test_the_reward_is_for_the_target_and_for_growth_by_choice():
     assert info["success"] and 1.0 < sum(rewards) <= 1.5
     with pytest.raises(ValueError, match="target: found 12"):
         env.reset(seed=0, options={"target": 12})
+    # as large as a tile becomes on four cells
+    Game2048(size=2, target=32)
+    with pytest.raises(ValueError, match="power of 2 from 8 to 32 on 2 by 2 cells"):
+        Game2048(size=2, target=64)
 
 
 # ---- blackjack

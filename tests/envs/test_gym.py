@@ -90,6 +90,10 @@ def test_known_names_and_names_by_key() -> None:
         ({"id": "Pendulum-v1"}, r"found actions Box\("),
         ({"id": "CartPole-v1", "actions": ["Left"]}, "expected names of the 2 actions"),
         (
+            {"id": "CliffWalking-v1", "success": "threshold"},
+            "success=threshold: the id has no reward_threshold",
+        ),
+        (
             {"id": "CartPole-v1", "success": "won"},
             "success: found 'won', expected one of terminated",
         ),

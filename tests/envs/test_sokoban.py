@@ -189,7 +189,7 @@ def test_text_and_image_environments_have_the_same_dynamics() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": 3}, "size: found 3"),
+        ({"size": 4}, "size: found 4, expected a whole number from 5"),
         ({"boxes": 0}, "boxes: found 0"),
         ({"walls": 14}, "walls: found 14, expected a whole number from 0 to 13"),
         ({"min_pushes": 0}, "min_pushes: found 0"),
@@ -205,7 +205,7 @@ def test_invalid_arguments_raise(arguments: dict[str, Any], message: str) -> Non
 
 def test_impossible_rooms_and_layouts_raise() -> None:
     with pytest.raises(RuntimeError, match="set fewer walls"):
-        Sokoban(size=4, walls=0, min_pushes=50).reset(seed=0)
+        Sokoban(size=5, walls=0, min_pushes=50).reset(seed=0)
     with pytest.raises(ValueError, match="layout: found"):
         Sokoban().reset(options={"layout": ["######", "#P__O#"]})
 
@@ -250,8 +250,8 @@ def test_size_option_draws_a_smaller_room() -> None:
     assert seen.observation_space.contains(shown)
     assert np.array_equal(shown["image"][:96, :96], SokobanVisual(size=6).reset(seed=0)[0]["image"])
     assert not shown["image"][96:].any() and not shown["image"][:, 96:].any()
-    with pytest.raises(ValueError, match="walls: found 2, expected a whole number from 0 to 1"):
-        room.reset(seed=0, options={"size": 4})
+    with pytest.raises(ValueError, match="walls: found 7, expected a whole number from 0 to 6"):
+        Sokoban(size=8, walls=7).reset(seed=0, options={"size": 5})
 
 
 @pytest.mark.parametrize("seed", range(20))
