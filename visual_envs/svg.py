@@ -65,8 +65,8 @@ class Svg(Environment):
 
     ## Action Space
     `Text(2000)`: an SVG document, or its shapes without the element around them. Accepted are g, rect, circle, ellipse,
-    line, polygon, polyline and path with numbers, fill, stroke and opacity. At most 64 elements are accepted, and none that
-    reaches 30,000 pixels beyond the canvas.
+    line, polygon, polyline and path with numbers, fill, stroke and opacity. At most 64 elements are accepted, none of
+    which reaches 30,000 pixels beyond the canvas.
 
     ## Observation Space
     `Dict(text=Text, images=(image, own rendering))`, each a square of `16 * size * image_scale` pixels. The text is
