@@ -18,6 +18,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from support.episodes.hostile import hostile_answers, random_answers
 
+from envs.adapters.reasoning_gym import ReasoningGym
 from envs.tools import ToolEnvironment
 from ragen_pl.environments.calls import manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
@@ -172,3 +173,35 @@ def test_many_answers_are_judged_and_cost_no_episode(name: str) -> None:
         pytest.skip(str(error))
     print(f"{name}: {valid} valid, {invalid} invalid")
     assert valid + invalid == sum(counts.values())
+
+
+class _Recorded:
+    """Data set of one question, which records what its scorer reads."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"question": "?", "answer": "1/2", "metadata": {}}
+
+    def score_answer(self, text: str, item: dict[str, Any]) -> float:
+        self.read.append(text)
+        return float(text in ("1/2", "F2 U", "A+2"))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "right", "endless"),
+    [
+        ("coin_flip", "1/2", ["1e99999999", "5E-99999999", "1e9_9_9_9_9_9", "1e,-99,99,99"]),
+        ("rubiks_cube", "F2 U", ["F99999999999", "U 999"]),
+        ("rush_hour", "A+2", ["A+99999999999"]),
+    ],
+)
+def test_no_scorer_of_reasoning_gym_computes_for_ever(monkeypatch, dataset, right, endless):
+    data = _Recorded()
+    monkeypatch.setattr("envs.adapters.reasoning_gym._dataset", lambda *_: data)
+    env = ReasoningGym(dataset=dataset, tries=9)
+    env.reset(seed=0)
+    assert [env.step(text)[4]["success"] for text in endless] == [False] * len(endless)
+    assert not set(endless) & set(data.read)
+    assert env.step(right)[4]["success"]
