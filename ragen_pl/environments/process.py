@@ -36,7 +36,7 @@ _MIB = 1024 * 1024
 
 
 class ProcessEnvironment(gymnasium.Env[Any, Any]):
-    """An environment in a process of its own. All its members are called there.
+    """An environment in a process of its own. All its members are called there; closed it has the values read last.
 
     Args:
         target: gymnasium id or class path.
@@ -76,6 +76,8 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
         self._read: dict[str, None] = {}
         self._read_after: dict[str, dict[str, None]] = {}
         self._last = ""
+        self._values: dict[str, Any] = {}
+        self._is_closed = False
         try:
             self._ask("make", target, dict(kwargs), memory_mb)
             self.action_space = self._ask("get", "action_space")[1]
@@ -104,6 +106,7 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
 
     def close(self) -> None:
         """Close the environment and end its process."""
+        self._is_closed = True
         try:
             if self.process.poll() is None:
                 self._ask("close")
@@ -126,11 +129,15 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if self._is_closed and name in self._values:
+            return self._values[name]
         if name not in self._is_method:
             if name in self._brought:
-                return self._note(name, self._brought.pop(name))
-            kind, value = self._ask("get", name)
+                kind, value = "value", self._brought.pop(name)
+            else:
+                kind, value = self._ask("get", name)
             if kind == "value":
+                self._values[name] = value
                 return self._note(name, value)
             self._is_method[name] = kind == "method"
         if not self._is_method[name]:

@@ -85,6 +85,11 @@ def test_an_environment_of_a_notebook_is_taken(monkeypatch: pytest.MonkeyPatch) 
         check_environment(cfg)
 
 
+def test_a_game_in_a_process_is_taken(tmp_path: Path) -> None:
+    root = f"paths.root={tmp_path}"
+    check_run(composed("env=kuhn_poker", "opponents=pool", "env.process=true", root))
+
+
 def test_missing_run_to_resume_is_refused(tmp_path: Path) -> None:
     check_run(config(tmp_path))
     assert list(tmp_path.iterdir()) == []

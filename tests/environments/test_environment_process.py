@@ -102,6 +102,16 @@ def test_policies_look_ahead_and_read_observations_in_a_process_as_without_one(t
     assert acts[0] == acts[1]
 
 
+def test_a_closed_environment_has_the_values_that_were_read_last():
+    env = ProcessEnvironment("envs.negotiation.Negotiation", {})
+    env.reset(seed=0)
+    assert (env.seats, env.mover) == (2, 0)
+    env.step("hello")
+    assert (env.seats, env.mover) == (2, 1)
+    env.close()
+    assert (env.seats, env.mover) == (2, 1)
+
+
 def test_processes_end_with_the_manager():
     manager = EnvironmentManager(target=LAKE, process=True)
     slots = manager.open([EpisodeSpec(group=0, member=0, seed=0)])
