@@ -26,6 +26,8 @@ MAX_SHAPES = 64
 MAX_DEPTH = 6
 # Beyond 32,767 pixels from the canvas the renderer's numbers overflow, which may end the process.
 _MAX_PIXELS = 30_000
+# images that are kept, and the memory that those of a size take at most
+_MAX_KEPT, _MAX_KEPT_BYTES = 1024, 64 * 2**20
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 _WHITE = 255
 
@@ -217,11 +219,19 @@ def render(drawing: Drawing, *, side: int) -> RGBImage:
         raise SvgError("it reaches too far beyond the canvas")
     box = " ".join(f"{number:g}" for number in drawing.view_box)
     text = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">{drawing.body}</svg>'
-    return _rendered(text, side)
+    return _renderer(side)(text)
 
 
-# the episodes of a group have the same image to copy, and a right answer draws it once more
-@functools.lru_cache(maxsize=1024)
+@functools.cache
+def _renderer(side: int) -> Callable[[str], RGBImage]:
+    """Return a renderer that keeps images.
+
+    The episodes of a group have the same image to copy, and a right answer draws it once more.
+    """
+    most = min(_MAX_KEPT, _MAX_KEPT_BYTES // (3 * side**2))
+    return functools.lru_cache(maxsize=most)(functools.partial(_rendered, side=side))
+
+
 def _rendered(text: str, side: int) -> RGBImage:
     import resvg_py
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -202,6 +203,18 @@ def test_what_reaches_far_beyond_the_canvas_is_refused(text):
 def test_a_picture_may_reach_beyond_the_canvas():
     far = '<circle cx="400" cy="1" r="400"/><path d="M-400 9 l 20 20 c 1 1 2 2 3 3 A 9 9 0 0 1 400 400"/>'
     assert render(read_svg(far, size=4), side=64).min() == 0
+
+
+def test_rendered_pictures_take_little_memory():
+    tracemalloc.start()
+    for number in range(30):
+        render(read_svg(f'<circle cx="1.{number:02}" cy="1" r="1"/>', size=4), side=1024)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 80 * 2**20
+    # small ones as many as before
+    small = render(read_svg('<circle r="1"/>', size=4), side=64)
+    assert render(read_svg('<circle r="1"/>', size=4), side=64) is small
 
 
 def test_settings_are_checked(env):
