@@ -159,7 +159,7 @@ class Gym(Environment):
 
     ## Information
     `success`: as the environment's own `info` says (`success`, `is_success`), or as `success` defines it.
-    `action_is_effective`: the action changed the observation.
+    `action_is_effective`: the action changed the observation or ended the game.
 
     ## Arguments
     - `id`: gymnasium id, `module:name` where a module registers it. `settings`: the arguments of its constructor.
@@ -233,7 +233,8 @@ class Gym(Environment):
         self._over = bool(terminated or truncated)
         info = {
             "success": self._is_solved(game_info, float(reward), bool(terminated)),
-            "action_is_effective": self.state_key() != before,
+            # such as standing in blackjack, which shows the same hand
+            "action_is_effective": bool(terminated) or self.state_key() != before,
         }
         return self._observation(), float(reward), bool(terminated), bool(truncated), info
 

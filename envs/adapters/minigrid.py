@@ -59,7 +59,8 @@ class MiniGrid(Environment):
     In the task of `env=babyai`, who goes Forward twice and turns Left again and again has success at most 0.35.
 
     ## Information
-    `success`: the mission is completed. `action_is_effective`: the action changed the state.
+    `success`: the mission is completed. `action_is_effective`: the action changed the state or ended
+    the mission.
 
     ## Arguments
     - `id`: gymnasium id, such as `BabyAI-GoToLocal-v0`.
@@ -137,7 +138,7 @@ class MiniGrid(Environment):
         self._key = self._state_key()
         info = {
             "success": bool(terminated and reward > 0),
-            "action_is_effective": self._key != before,
+            "action_is_effective": bool(terminated) or self._key != before,
         }
         return self._observation(), float(reward), terminated, truncated, info
 

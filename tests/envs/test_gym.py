@@ -55,6 +55,13 @@ def test_blackjack_player_loses_little() -> None:
     assert total / 2000 == pytest.approx(-0.05, abs=0.06)
 
 
+def test_an_action_that_ends_the_game_is_effective() -> None:
+    env = Gym(id="Blackjack-v1")
+    seen, _ = env.reset(seed=0)
+    after, _, over, _, info = env.step(env.action_names.index("Stick"))
+    assert over and after == seen and info["action_is_effective"]
+
+
 def test_coloured_cells_get_brackets() -> None:
     lake = Gym(id="FrozenLake-v1", settings={"is_slippery": False})
     assert lake.reset(seed=0)[0] == "[S]FFF\nFHFH\nFFFH\nHFFG"

@@ -32,6 +32,14 @@ def test_bot_succeeds_and_seeds_repeat(id: str) -> None:
     assert all(wins) and len(keys) == 5
 
 
+def test_done_is_effective() -> None:
+    env = MiniGrid(id="MiniGrid-GoToDoor-5x5-v0", actions=("Left", "Done"))
+    env.reset(seed=0)
+    key = env.state_key()
+    _, _, over, _, info = env.step(1)
+    assert over and env.state_key() == key and info["action_is_effective"]
+
+
 def test_random_player_and_standing_still_earn_less_than_the_bot() -> None:
     env = MiniGrid(actions=MOVES)
     rewards = {0.0: [], 1.0: []}
