@@ -25,6 +25,8 @@ _BRACKETS = {"41": "[]", "43": "[]", "42": "{}", "34;1": "()", "35": "//"}
 _DISCOUNT = 0.999
 _ROUNDS = 2000
 _PRECISION = 1e-9
+# of a description, which demonstrations repeat
+_MAX_DESCRIPTION = 200
 # of a response without a valid action, where the game itself has no costs
 _LEAST_PENALTY = 0.05
 
@@ -247,12 +249,15 @@ class Gym(Environment):
         return json.dumps(_numbers(self._seen))
 
     def describe(self) -> str:
-        """Return the numbers of the observation: `sum 14, dealer 10, usable ace 0`."""
+        """Return the numbers of the observation, the first ones of many: `sum 14, dealer 10, usable ace 0`."""
+        return self._shown()[:_MAX_DESCRIPTION]
+
+    def _shown(self) -> str:
         numbers = [_number(value) for value in _flat(_numbers(self._seen))]
         fields = self.family.fields if self.family else ()
         if len(fields) == len(numbers):
             numbers = [f"{name} {number}" for name, number in zip(fields, numbers, strict=True)]
-        return ", ".join(numbers)[:200]
+        return ", ".join(numbers)
 
     def difficulty(self) -> int:
         """Return 1: the episodes of an id count as equally hard."""
@@ -285,7 +290,7 @@ class Gym(Environment):
 
     def _observation(self) -> Observation:
         if self.game.render_mode != "ansi":
-            return self.describe()
+            return self._shown()
         return _without_colours(str(self.game.render()))
 
     def _named(self, actions: Sequence[str] | None, *, count: int, id: str) -> tuple[str, ...]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 from support.episodes.players import steps
 
 from envs.adapters.gym import Gym
@@ -53,6 +55,26 @@ def test_blackjack_player_loses_little() -> None:
         total += reward
     # basic strategy without doubling and splitting loses about 0.05 a game, sticking at once 0.15
     assert total / 2000 == pytest.approx(-0.05, abs=0.06)
+
+
+class ManyNumbers(gymnasium.Env[Any, int]):
+    """Shows a hundred numbers."""
+
+    observation_space = spaces.Box(0, 1, (100,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.arange(100) / 100, {}
+
+
+def test_all_numbers_of_an_observation_are_shown() -> None:
+    gymnasium.register("ManyNumbers-v0", entry_point=ManyNumbers)
+    env = Gym(id="ManyNumbers-v0", actions=["A", "B"])
+    shown, _ = env.reset(seed=0)
+    assert shown == ", ".join(f"{number / 100:.2f}" for number in range(100))
+    assert len(env.describe()) == 200
+    del gymnasium.registry["ManyNumbers-v0"]
 
 
 def test_an_action_that_ends_the_game_is_effective() -> None:
