@@ -31,7 +31,8 @@ from ragen_pl.prompts.parsing import ParsedResponse
 from ragen_pl.prompts.spatial_relations import judged_statements
 from ragen_pl.trajectory import EpisodeStatus, Observation
 
-_MAX_REDRAWS = 200
+# of a fraction of 0.05, more than 200 are to be expected once in 30,000 episodes
+_MAX_REDRAWS = 1000
 _PENALTY = 0.05
 FORM_ERROR = "form"
 """Error of a simulated user whose response has no valid action."""

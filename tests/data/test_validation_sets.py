@@ -157,6 +157,30 @@ def test_ranks_play_whole_groups(lm, monkeypatch):
 # ---- a held-out fraction of the states
 
 
+class Numbered(gymnasium.Env):
+    """Environment whose initial state is the number of its seed."""
+
+    action_names = ("Go",)
+    action_space = gymnasium.spaces.Discrete(1)
+    observation_space = gymnasium.spaces.Text(20)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = seed
+        return "go", {}
+
+    def state_key(self):
+        return str(self.number)
+
+
+def test_states_of_a_small_fraction_are_found_after_many_draws():
+    manager = EnvironmentManager(target=f"{__name__}.Numbered", held_out_fraction=0.05)
+    # of the first 100,000 seeds none takes more than 200 draws
+    (slot,) = manager.open([EpisodeSpec(group=0, member=0, seed=106358, held_out=True)])
+    assert slot.error is None and manager.redraws == 221
+    assert is_held_out(slot.members.state_key(), 0.05)
+
+
 def initial_states(name: str, *, held_out: bool, count: int = 240) -> list[tuple[str, object]]:
     """Return keys and features of the initial states that a shipped environment draws for one side."""
     cfg = composed(f"env={name}", "logger=none")
