@@ -70,8 +70,15 @@ class PlayerPolicy:
         self.name = name
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
-        """Return its action for the seat that is to move."""
-        action: int | str = _environment(env).players[self.name](rng)
+        """Return its action for the seat that is to move.
+
+        Raises:
+            ValueError: The game has no such player.
+        """
+        players = _environment(env).players
+        if self.name not in players:
+            raise ValueError(f"name: found {self.name!r}, expected one of {', '.join(players)}")
+        action: int | str = players[self.name](rng)
         return action
 
 

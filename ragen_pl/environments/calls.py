@@ -24,11 +24,19 @@ T = TypeVar("T")
 
 
 def manager_settings(env: DictConfig) -> dict[str, Any]:
-    """Return the arguments of the environment manager in the node `env`, whose other keys are not for it."""
+    """Return the arguments of the environment manager in the node `env`, whose other keys are not for it.
+
+    Raises:
+        ConfigError: It is a mixture, or limits the memory of a process that there is not.
+    """
     if is_mixture(env):
         raise ConfigError(
             f"env={env.get('name')}: is a mixture of {', '.join(env.environments)}, and this command plays one "
             f"environment; set env={next(iter(env.environments))}"
+        )
+    if env.get("memory_mb") is not None and not env.get("process"):
+        raise ConfigError(
+            f"env.memory_mb={env.memory_mb}: limits the process of an environment; set env.process=true"
         )
     known = inspect.signature(EnvironmentManager).parameters
     return {key: value for key, value in plain(env).items() if key in known}

@@ -90,6 +90,21 @@ def test_a_game_in_a_process_is_taken(tmp_path: Path) -> None:
     check_run(composed("env=kuhn_poker", "opponents=pool", "env.process=true", root))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env=bandit", "env.memory_mb=100"], "^env.memory_mb=100: .* set env.process=true$"),
+        (
+            ["env=negotiation", "validation.baselines.fair.name=kind"],
+            "^validation.baselines.fair: name: found 'kind', expected one of random, fair, greedy; ",
+        ),
+    ],
+)
+def test_settings_that_have_no_effect_or_no_player_are_refused(overrides, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_environment(composed(*overrides))
+
+
 def test_missing_run_to_resume_is_refused(tmp_path: Path) -> None:
     check_run(config(tmp_path))
     assert list(tmp_path.iterdir()) == []
