@@ -10,7 +10,6 @@ import gymnasium
 
 from ragen_pl.base.error_text import named_error
 from ragen_pl.environments.answers import AnswerReader, Step
-from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.members import EnvironmentMembers
 from ragen_pl.environments.workers import TimeLimitExceeded
 from ragen_pl.trajectory import (
@@ -144,6 +143,8 @@ class EnvironmentSlot:
 
     def fail(self, error: BaseException) -> None:
         """Record the error of a reset or a turn."""
+        from ragen_pl.environments.causes import cause_of
+
         self.error = named_error(error)
         self.cause = cause_of(error)
         self.hangs = isinstance(error, TimeLimitExceeded)

@@ -1,6 +1,6 @@
 """Reward terms for true statements on the present state (`state_estimation`) and on the next (`transition_prediction`).
 
-After VAGEN's world-model reasoning (Wang et al., 2025). `rollout.spatial_relations` reads and compares
+After VAGEN's world-model reasoning (Wang et al., 2025). `ragen_pl.prompts.spatial_relations` reads and compares
 statements; here a judge scores them over a whole rollout.
 """
 

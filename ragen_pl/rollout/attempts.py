@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ragen_pl.engines.protocol import Generation, Prompt
-from ragen_pl.environments.causes import cause_of
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
 from ragen_pl.rollout.responders import ForwardingResponder, Response
 from ragen_pl.rollout.settings import FailureSettings
@@ -158,6 +157,8 @@ def open_slots(
         try:
             return environments.open([attempt.spec for attempt in attempts])
         except Exception as error:
+            from ragen_pl.environments.causes import cause_of
+
             if cause_of(error) is FailureCause.DATA:
                 raise
             log.warning("an environment cannot be made (%s); this is tried again", error)
