@@ -70,7 +70,11 @@ class PlayerPolicy:
         self.name = name
 
     def act(self, env: gymnasium.Env[Any, Any], rng: np.random.Generator) -> int | str:
-        """Return its action for the seat that is to move."""
+        """Return its action for the seat that is to move.
+
+        Raises:
+            ValueError: The game has no such player.
+        """
         players = _environment(env).players
         if self.name not in players:
             raise ValueError(f"name: found {self.name!r}, expected one of {', '.join(players)}")

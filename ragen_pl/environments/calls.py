@@ -24,7 +24,11 @@ T = TypeVar("T")
 
 
 def manager_settings(env: DictConfig) -> dict[str, Any]:
-    """Return the arguments of the environment manager in the node `env`, whose other keys are not for it."""
+    """Return the arguments of the environment manager in the node `env`, whose other keys are not for it.
+
+    Raises:
+        ConfigError: It is a mixture, or limits the memory of a process that there is not.
+    """
     if is_mixture(env):
         raise ConfigError(
             f"env={env.get('name')}: is a mixture of {', '.join(env.environments)}, and this command plays one "

@@ -159,20 +159,20 @@ open(sys.argv[1], "w").write(str(child.pid))
 
 
 @pytest.mark.parametrize(
-    ("ending", "reason"),
+    ("ending", "program_s", "reason"),
     [
-        ("time.sleep(60)", "it took longer than env.kwargs.program_s=3 s"),
-        ("while True: print('x' * 100_000)", "it wrote more than 1000000 bytes"),
+        ("time.sleep(100)", 8.0, "it took longer than env.kwargs.program_s=8 s"),
+        ("while True: print('x' * 100_000)", 60.0, "it wrote more than 1000000 bytes"),
     ],
 )
 def test_what_a_verifier_has_started_is_killed_with_it(
-    play, script, tmp_path, monkeypatch, ending, reason
+    play, script, tmp_path, monkeypatch, ending, program_s, reason
 ):
     monkeypatch.setattr(running, "_MAX_OUTPUT", 1_000_000)
     number, verifier = tmp_path / "number", tmp_path / "verify.py"
     verifier.write_text(LEAVES_A_CHILD + ending)
     command = [sys.executable, "-S", str(verifier), str(number)]
-    (episode,) = play(script("ask('a')"), verifier=command, program_s=3.0)
+    (episode,) = play(script("ask('a')"), verifier=command, program_s=program_s)
     assert reason in episode.error
     stat = Path(f"/proc/{number.read_text()}/stat")
     assert not stat.exists() or ") Z " in stat.read_text()
@@ -182,7 +182,7 @@ def test_what_a_verifier_leaves_behind_keeps_its_result_back_no_longer(play, scr
     number, verifier = tmp_path / "number", tmp_path / "verify.py"
     verifier.write_text(LEAVES_A_CHILD + "print('{\"reward\": 1}')")
     command = [sys.executable, "-S", str(verifier), str(number)]
-    (episode,) = play(script("ask('a')"), verifier=command, program_s=10.0)
+    (episode,) = play(script("ask('a')"), verifier=command, program_s=50.0)
     os.kill(int(number.read_text()), signal.SIGKILL)
     assert episode.error is None and episode.reward == 1
 
