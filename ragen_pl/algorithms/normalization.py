@@ -21,7 +21,6 @@ from ragen_pl.algorithms.equality import EQUAL, sums_of
 from ragen_pl.algorithms.whitening import AllReduce, masked_moments
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import CountOrZero, PositiveFraction
-from ragen_pl.base.restoring import restore
 from ragen_pl.base.run_facts import RunFacts
 
 _EPS = 1e-6
@@ -198,6 +197,8 @@ class Schedule(Normalizer):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore the statistics of all stages, which may be others than those of the checkpoint."""
+        from ragen_pl.base.restoring import restore
+
         for stage, statistics in zip(self.stages, state["stages"], strict=False):  # type: ignore[call-overload]
             restore(stage, statistics, key=_KEY)
 
@@ -319,5 +320,7 @@ class RewardNormalizer:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore `state_dict`."""
+        from ragen_pl.base.restoring import restore
+
         self.iteration = int(state["iteration"])  # type: ignore[call-overload]
         restore(self.by, state["by"], key=_KEY)  # type: ignore[arg-type]

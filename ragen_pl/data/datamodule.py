@@ -19,7 +19,6 @@ from ragen_pl.base.distributed import (
     sum_over_ranks,
     world_size,
 )
-from ragen_pl.base.restoring import restore
 from ragen_pl.base.seeding import derive_seed
 from ragen_pl.checkpoints.rank_states import RankStatesError, save_rank_states
 from ragen_pl.data.ahead import RolloutAhead
@@ -491,6 +490,8 @@ class RolloutDataModule(MinibatchDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore `state_dict`; the buffer only if the number of ranks is the same."""
+        from ragen_pl.base.restoring import restore
+
         self._iteration, self.metrics = state_dict["iteration"], state_dict["metrics"]
         self._ahead.load_state_dict(state_dict.get("ahead"))
         if self.curriculum is not None and state_dict["curriculum"] is not None:

@@ -81,7 +81,10 @@ def check_environment(cfg: DictConfig, *, says_success: bool = False) -> gymnasi
     calls = EnvironmentCalls(cfg.env)
     try:
         env = calls.make()
-        _Check(cfg, calls, env, says_success=says_success).run()
+        check = _Check(cfg, calls, env, says_success=says_success)
+        check.run()
+        calls.close()
+        check.check_another()
     finally:
         calls.close()
     return env.unwrapped
@@ -132,6 +135,7 @@ class _Check:
         settings = manager_settings(cfg.env) | {"record_states": record_states}
         self.manager = EnvironmentManager(**settings)
         self._says_success = False
+        self._first: list[_Moment] = []
 
     def run(self) -> None:
         """Play and compare.
@@ -326,14 +330,13 @@ class _Check:
             for _ in range(2):
                 memory.append(used_memory())
                 plays.append(self._played(seed, steps=_STEPS))
-            for step, (moment, again) in enumerate(zip_longest(*plays)):
-                part = moment.difference(again) if moment and again else "length"
-                self._require(
-                    part is None,
-                    f"two episodes with seed {seed} and equal actions differ in {part} after {step} steps; draw from "
-                    "self.np_random only, keep nothing from one episode to the next, and build state_key() from the "
-                    "state alone",
-                )
+            self._require_equal(
+                *plays,
+                f"two episodes with seed {seed}",
+                "draw from self.np_random only, keep nothing from one episode to the next, and build state_key() from "
+                "the state alone",
+            )
+            self._first = self._first or plays[0]
             images += [image for moment in plays[0] for image in moment.observation.images]
             self._check_growth([moment.observation.text for moment in plays[0]])
         self._require(
@@ -348,6 +351,29 @@ class _Check:
         )
         if not self.cfg.env.get("process"):
             self._warn_of_memory([number for number in memory if number is not None])
+
+    def check_another(self) -> None:
+        """Play the first episode in another instance, as the members of a group do."""
+        if not self._first:
+            return
+        self.env = self.calls.make()
+        self._require_equal(
+            self._first,
+            self._played(_SEED, steps=_STEPS),
+            f"two instances with seed {_SEED}",
+            "draw nothing in the constructor, such as a map or an order of tasks: the members of a group play in "
+            "different instances",
+        )
+
+    def _require_equal(
+        self, first: list[_Moment], second: list[_Moment], both: str, remedy: str
+    ) -> None:
+        for step, (moment, again) in enumerate(zip_longest(first, second)):
+            part = moment.difference(again) if moment and again else "length"
+            self._require(
+                part is None,
+                f"{both} and equal actions differ in {part} after {step} steps; {remedy}",
+            )
 
     def _check_growth(self, texts: Sequence[str]) -> None:
         if (

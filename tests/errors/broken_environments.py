@@ -1,5 +1,6 @@
 """Environments that each break the protocol in one way."""
 
+import os
 import sys
 import threading
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -110,7 +111,7 @@ class Unhelpful(Sound):
 
 
 class ThirdResetRaises(Sound):
-    """Sound while it is checked; every later reset fails."""
+    """Sound in the two instances that are checked; later ones fail."""
 
     made = 0
 
@@ -119,7 +120,7 @@ class ThirdResetRaises(Sound):
         type(self).made += 1
 
     def reset(self, *, seed=None, options=None):
-        if type(self).made > 1:
+        if type(self).made > 2:
             raise ConnectionError("the simulator has gone")
         return super().reset(seed=seed)
 
@@ -182,6 +183,18 @@ class RemembersEpisodes(Sound):
     def step(self, action):
         self.steps += 1
         return f"gone {self.steps}", 0.0, False, False, {}
+
+
+class DrawnWhenMade(Sound):
+    """A map of its own in each instance, which the seed of a reset does not change."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = os.urandom(8).hex()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.map, {}
 
 
 class EndsEarlierAgain(Sound):

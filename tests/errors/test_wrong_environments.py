@@ -47,6 +47,10 @@ OF_THE_ENVIRONMENT = [
         "EndsEarlierAgain",
         "two episodes with seed 0 and equal actions differ in length after 4 steps",
     ),
+    (
+        "DrawnWhenMade",
+        "two instances with seed 0 and equal actions differ in text after 0 steps; draw nothing in the constructor",
+    ),
     ("StepRaises", r"step\(1\) raised: the floor gave way"),
     ("Unhelpful", "env.kwargs of broken_environments.Unhelpful: no display"),
     ("ExitsInConstructor", r"its constructor: its code ended the program \(SystemExit: 3\)"),

@@ -228,6 +228,7 @@ NOT_LOADED = (
     "ragen_pl.engines.occlusion",
     "ragen_pl.engines.vllm",
     "ragen_pl.engines.vllm_server",
+    "ragen_pl.base.restoring",
     "ragen_pl.environments.causes",
     "ragen_pl.environments.hosted",
     "ragen_pl.environments.hosting",
