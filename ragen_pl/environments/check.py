@@ -331,7 +331,7 @@ class _Check:
                 memory.append(used_memory())
                 plays.append(self._played(seed, steps=_STEPS))
             self._require_equal(
-                *plays,
+                plays,
                 f"two episodes with seed {seed}",
                 "draw from self.np_random only, keep nothing from one episode to the next, and build state_key() from "
                 "the state alone",
@@ -358,17 +358,14 @@ class _Check:
             return
         self.env = self.calls.make()
         self._require_equal(
-            self._first,
-            self._played(_SEED, steps=_STEPS),
+            [self._first, self._played(_SEED, steps=_STEPS)],
             f"two instances with seed {_SEED}",
             "draw nothing in the constructor, such as a map or an order of tasks: the members of a group play in "
             "different instances",
         )
 
-    def _require_equal(
-        self, first: list[_Moment], second: list[_Moment], both: str, remedy: str
-    ) -> None:
-        for step, (moment, again) in enumerate(zip_longest(first, second)):
+    def _require_equal(self, plays: Sequence[list[_Moment]], both: str, remedy: str) -> None:
+        for step, (moment, again) in enumerate(zip_longest(*plays)):
             part = moment.difference(again) if moment and again else "length"
             self._require(
                 part is None,

@@ -34,7 +34,7 @@ NAMES = sorted({path.stem for path in CONF.glob("*.yaml")} - NEED_A_TARGET)
 # environments that take 10 ms or more for an answer, and how many times fewer they get
 FEWER = {"code": 10, "gym_visual": 10, "metaworld": 3, "miniworld": 3, "miniwob": 3}
 # a game may refuse what it has taken before
-REFUSES_REPEATS = "envs.adapters.textarena."
+REFUSES_REPEATS = "ragen_pl.envs.adapters.textarena."
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 LONGEST_OBSERVATION = 5_000
 
