@@ -20,7 +20,7 @@ from ragen_pl.viewing.validations import read_validation, validation_files
 if TYPE_CHECKING:
     from findings import Cell, Criterion, Finding
 
-HOLDS, NOT, UNKNOWN = "holds", "does not hold", "cannot be told"
+HOLDS, NOT, INCONCLUSIVE = "holds", "does not hold", "inconclusive"
 _SET = "held_out"
 _SAMPLED = "rollout/success"
 _HOURS = "took {} processor hours, and their warm starts {}"
@@ -34,14 +34,14 @@ def verdict(difference: Estimate, criterion: Criterion, *, seeds: int) -> str:
     """Return the verdict of a difference on a finding.
 
     It holds if the interval lies above 0 and the difference is at least the least effect. It does not hold if the whole
-    interval is below that effect. Else, or with fewer seeds than the criterion asks for, it cannot be told.
+    interval is below that effect. Else, or with fewer seeds than the criterion asks for, it is inconclusive.
     """
     if seeds < criterion.seeds:
-        return f"{UNKNOWN} ({seeds} of {criterion.seeds} seeds)"
+        return f"{INCONCLUSIVE} ({seeds} of {criterion.seeds} seeds)"
     if difference.high < criterion.least:
         return NOT
     holds = difference.low > 0 and difference.value >= criterion.least
-    return HOLDS if holds else UNKNOWN
+    return HOLDS if holds else INCONCLUSIVE
 
 
 def write_report(
@@ -301,7 +301,7 @@ Success is greedy, of the last weights, on held-out episodes that are the same f
 interquartile mean over its seeds, and in brackets the 95% interval of a bootstrap over seeds and initial states
 ([how](evaluation.md#compare-runs)). Differences are paired by seed and by episode. A finding *holds* if the interval
 of the difference that decides lies above 0 and the difference is as large as the criterion says. It *does not hold* if
-the whole interval is below that. Else it *cannot be told*. *Before RL* is the mean greedy success of the warm starts,
+the whole interval is below that. Else it is *inconclusive*. *Before RL* is the mean greedy success of the warm starts,
 and *sampled success* that of the rollouts, on states of training, in the first and in the last quarter of the
 iterations. A finding without runs is open. The table has a column for each task; where a cell is empty, no run is
 declared. The processor seconds of a run are those of its whole process, start, validations and summary included.

@@ -63,12 +63,12 @@ def test_every_arm_composes_and_differs_from_the_others_in_what_it_names(
     ("low", "value", "high", "seeds", "expected"),
     [
         (0.01, 0.1, 0.2, 5, "holds"),
-        (-0.01, 0.1, 0.2, 5, "cannot be told"),
-        (0.001, 0.01, 0.03, 5, "cannot be told"),
+        (-0.01, 0.1, 0.2, 5, "inconclusive"),
+        (0.001, 0.01, 0.03, 5, "inconclusive"),
         (-0.2, -0.1, -0.05, 5, "does not hold"),
         # an effect, and smaller than counts
         (0.001, 0.005, 0.01, 5, "does not hold"),
-        (0.01, 0.1, 0.2, 4, "cannot be told (4 of 5 seeds)"),
+        (0.01, 0.1, 0.2, 4, "inconclusive (4 of 5 seeds)"),
     ],
 )
 def test_verdict(
@@ -130,8 +130,8 @@ def test_a_finding_is_run_once_and_reported(
     page = tmp_path / "findings.md"
     report.write_report(declared, findings.cells, out=tmp_path, page=page)
     text = page.read_text()
-    difference = re.search(r"\*\*Cannot be told \(1 of 5 seeds\)\*\*: ([+-][\d.]+) \[", text)[1]
-    expected = f"[cannot be told (1 of 5 seeds), {difference}](#tiny) | [open](#tiny_frozenlake) |"
+    difference = re.search(r"\*\*Inconclusive \(1 of 5 seeds\)\*\*: ([+-][\d.]+) \[", text)[1]
+    expected = f"[inconclusive (1 of 5 seeds), {difference}](#tiny) | [open](#tiny_frozenlake) |"
     assert f"| [tiny](#tiny) | Does an update help? | {expected}" in text
     assert "| [later](#later) | And later? | [open](#later) |  |" in text
     assert re.findall("^## (.*)", text, re.MULTILINE) == ["tiny", "tiny_frozenlake", "later"]
