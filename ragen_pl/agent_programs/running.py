@@ -168,14 +168,12 @@ class RunningProgram:
                 written, said = _end_of_file(output), _end_of_file(errors)
         except (OSError, subprocess.SubprocessError) as error:
             raise RuntimeError(f"env.verifier={shlex.join(verifier)}: {error}") from error
+        if problem is None and process.returncode != 0:
+            # test runners say on the one what fails, others on the other
+            last = last_lines(f"{written}\n{said}")
+            problem = f"{_end_of(process.returncode)}; its last lines: {last}"
         if problem is not None:
             raise RuntimeError(f"env.verifier={shlex.join(verifier)}: {problem}")
-        if process.returncode != 0:
-            # test runners say on the one what fails, others on the other
-            last = last_lines("\n".join([written, said]))
-            raise RuntimeError(
-                f"env.verifier={shlex.join(verifier)}: {_end_of(process.returncode)}; its last lines: {last}"
-            )
         # its JSON may hold other line ends than \n
         return written.strip().rpartition("\n")[2]
 

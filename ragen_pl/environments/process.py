@@ -97,7 +97,7 @@ class ProcessEnvironment(gymnasium.Env[Any, Any]):
         return result
 
     def render(self) -> Any:
-        """Return what the environment renders."""
+        """Return the rendering of the environment."""
         return self._call("render")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -194,8 +194,8 @@ class ChatEndpoint:
             "seed": seed % 2**31,
             **(limits or {}),
         }
-        longest = request.get("max_completion_tokens", self.max_tokens)
-        request["max_completion_tokens"] = min(longest, self.max_tokens)
+        longest = request.get("max_completion_tokens")
+        request["max_completion_tokens"] = min(longest or self.max_tokens, self.max_tokens)
         if tools:
             request["tools"] = [*tools]
         if truncation is not None:

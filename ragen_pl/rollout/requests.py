@@ -159,11 +159,10 @@ class RequestTurn(PresentTurn):
 
     def limits(self) -> dict[str, Any]:
         """Return the limits of the request."""
-        limits = {
+        return {
             "max_completion_tokens": self.request.max_tokens,
             "stop": [*self.request.stop] or None,
         }
-        return {name: value for name, value in limits.items() if value is not None}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -214,7 +214,7 @@ class PresentTurn(ABC):
         return conversation_messages(episode.conversation, window=window)
 
     def limits(self) -> dict[str, Any]:
-        """Return limits of the response that a program asks for, as fields of a chat request."""
+        """Return limits of the response that a program asks for, as fields of a chat request; None for no limit."""
         return {}
 
 
