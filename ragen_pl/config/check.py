@@ -159,13 +159,13 @@ class _Walk:
     def _problems_of_node(
         self, node: _Node, annotation: Any, *, key: str, parent: _Node
     ) -> _Problems:
-        # an empty group is none, such as logger=none
-        if node and "_target_" not in node and needs_class(annotation):
+        # the file of logger=none is an empty group
+        if (node or key != "logger") and "_target_" not in node and needs_class(annotation):
             message = (
                 f"{key}={shown(node)}: found a group without _target_, which names the class to build; set "
                 f"{key}._target_=package.module.Class"
             )
-            yield key, message
+            yield key, message + (f", or {key}=null" if problem(annotation, None) is None else "")
             return
         self.classes |= dict.fromkeys(_arguments_in(annotation), key or "the configuration")
         if instances(_marks(annotation), ArgumentsOf):

@@ -29,7 +29,7 @@ from ragen_pl.prompts.conversation import (
 )
 from ragen_pl.prompts.encoding import TextEncoder, any_of, common_length
 from ragen_pl.prompts.leave_out import LeaveOut
-from ragen_pl.prompts.rules import ContextRules
+from ragen_pl.prompts.rules import ContextRules, cut_problem
 from ragen_pl.trajectory import ChatRequest, Observation, Role
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ class ContextManager(ContextRules):
             compaction = Compaction(**compaction)  # type: ignore[arg-type]
         self.compaction = compaction
         if self.compaction is not None and (window != "all" or self.leave_out):
-            raise ValueError(
-                f"context.compaction with context.window={window}: a window drops turns without a summary; set "
-                "context.window=all without context.leave_out"
-            )
+            raise ValueError(cut_problem(window))
         self.records_roles = False
         if self.leave_out and not self.joins:
             raise ValueError(

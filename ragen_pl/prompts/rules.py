@@ -35,6 +35,8 @@ class ContextRules:
                 f"context.leave_out.turns={turns}: of the old turns in context.window={window} that is none; set "
                 "context.window=all, or turns=0"
             )
+        if get("context.compaction") is not None and (window != "all" or patches or turns):
+            yield cut_problem(window)
         if (patches or turns) and get("rollout.iterations_ahead"):
             yield (
                 "rollout.iterations_ahead=1: the scores of context.leave_out are computed on the weights that are "
@@ -45,3 +47,11 @@ class ContextRules:
                 f"env.prompt_format=native: no part of its prompts is left out; set {_NOTHING_LEFT_OUT}, or "
                 "env.prompt_format=free_think"
             )
+
+
+def cut_problem(window: object) -> str:
+    """Return the problem of summaries where prompts lose turns or parts without one."""
+    return (
+        f"context.compaction with context.window={window}: a window drops turns without a summary; set "
+        "context.window=all without context.leave_out"
+    )

@@ -16,6 +16,14 @@ OF_THE_COMMAND = [
         "algorithm.rewards.judge={'a': 1}: found a group without _target_, .* set algorithm.rewards.judge._target_=",
     ),
     (
+        "rollout.adaptive_temperature={}",
+        "rollout.adaptive_temperature={}: found a group without _target_, .* or rollout.adaptive_temperature=null",
+    ),
+    (
+        "context.compaction={max_summary_tokens:32}",
+        "context.compaction with context.window=1: .* set context.window=all",
+    ),
+    (
         "+callbacks.collapse.alarms.mine={above:1.0}",
         "callbacks.collapse.alarms.mine={'above': 1.0}: found a group without _target_",
     ),
