@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from hydra.utils import get_class, instantiate
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -82,6 +82,11 @@ def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[A
         callbacks: list[object] = build_named(cfg.callbacks)
         names = [name for name, target in cfg.callbacks.items() if target]
         for name, callback in zip(names, callbacks, strict=True):
+            if not isinstance(callback, Callback):
+                raise ValueError(
+                    f"callbacks.{name}: {type(callback).__name__} is no callback of Lightning; derive it from "
+                    "lightning.pytorch.Callback"
+                )
             if isinstance(callback, ModelCheckpoint):
                 _check_place(callback, key=f"callbacks.{name}.filename")
     with config_errors("algorithm"):

@@ -24,6 +24,10 @@ OF_THE_COMMAND = [
         "context.compaction with context.window=1: .* set context.window=all",
     ),
     (
+        "+callbacks.mine={_target_:ragen_pl.rewards.shaping.RewardPlacement}",
+        "callbacks.mine: RewardPlacement is no callback of Lightning; derive it from lightning.pytorch.Callback",
+    ),
+    (
         "+callbacks.collapse.alarms.mine={above:1.0}",
         "callbacks.collapse.alarms.mine={'above': 1.0}: found a group without _target_",
     ),
