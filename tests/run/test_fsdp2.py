@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 
 import pytest
 import torch
@@ -40,9 +41,17 @@ def test_a_sharded_job_killed_or_stopped_anywhere_ends_bit_identical(job):
     killed.kill_at("warm_start-6", *settings, "ckpt_path=auto", rank=1)
     assert (killed.folder / "warm_start.ckpt").exists()
     killed.stop_at("trained-3", *settings, "ckpt_path=auto", rank=1)
+    # the step under way is finished
+    assert killed.steps == 4
+    kill = (
+        "+callbacks.kill._target_=support.runs.killing.SaveAndKill",
+        "+callbacks.kill.iteration=1",
+    )
+    killed.run(*settings, *kill, "ckpt_path=auto", codes=(-signal.SIGKILL, 1))
     last = torch.load(killed.folder / "checkpoints" / "last.ckpt", weights_only=True)
     # inside an optimizer step, with each rank's part of the gradient
-    assert killed.steps == 3 and len(last["loops"]["fit_loop"]["state_dict"]["gradients"]) == 2
+    states = last["loops"]["fit_loop"]["state_dict"]["gradients"]
+    assert [entry["name"] for entry in states["files"]] == ["gradients_0.pt", "gradients_1.pt"]
     killed.kill_at("validation-1", *settings, "ckpt_path=auto", rank=0)
     killed.run(*settings, "ckpt_path=auto")
     assert killed.differs_from(reference) == []
