@@ -25,7 +25,7 @@ from ragen_pl.callbacks.reasoning_probe import (
     probe_reasoning,
 )
 from ragen_pl.loops.hooks import RolloutCallback
-from ragen_pl.metrics.diversity import ResponseDiversity
+from ragen_pl.metrics.diversity import MAX_ACTIONS, ResponseDiversity
 from ragen_pl.metrics.rollout import DIAGNOSTICS as ROLLOUT_DIAGNOSTICS
 from ragen_pl.trajectory import Trajectory
 
@@ -94,6 +94,8 @@ class Diagnostics(RolloutCallback):
         self._rollout: dict[str, float] = {}
         self._firsts: dict[str, list[float]] = {name: [] for name in _COMPARED}
         self._norms: dict[str, list[float]] = {}
+        # whether there were too many actions for a metric each, such as free texts
+        self._has_many_actions = False
 
     def on_rollout_end(
         self,
@@ -120,8 +122,13 @@ class Diagnostics(RolloutCallback):
             self.values["entropy"] = agent.preparation.compute()["policy_entropy"]
         self.values |= self._ratios()
         # Every diagnostic ever computed is logged: a resumed run ends with the same metrics as the whole run.
-        absent_actions = {name: 0.0 for name in self._latest if name.startswith("action/")}
-        self._latest |= absent_actions | self.values
+        actions = sorted(name for name in self._latest | self.values if name.startswith("action/"))
+        is_hidden = "action_entropy" in self.values and not self.values.keys() & set(actions)
+        self._has_many_actions |= is_hidden or len(actions) > MAX_ACTIONS
+        self._latest |= dict.fromkeys(actions, 0.0) | self.values
+        for name in actions if self._has_many_actions else ():
+            del self._latest[name]
+            trainer.callback_metrics.pop(f"diagnostics/{name}", None)
         logged = {f"diagnostics/{name}": value for name, value in self._latest.items()}
         logged["step"] = float(trainer.current_epoch + 1)
         pl_module.log_dict(logged, rank_zero_only=False)
@@ -134,6 +141,7 @@ class Diagnostics(RolloutCallback):
             "rollout": dict(self._rollout),
             "firsts": {name: list(values) for name, values in self._firsts.items()},
             "norms": {name: list(values) for name, values in self._norms.items()},
+            "has_many_actions": self._has_many_actions,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,6 +150,8 @@ class Diagnostics(RolloutCallback):
         self._rollout = dict(state_dict["rollout"])
         self._firsts = {name: list(values) for name, values in state_dict["firsts"].items()}
         self._norms = {name: list(values) for name, values in state_dict["norms"].items()}
+        # none in a checkpoint of an earlier version
+        self._has_many_actions = state_dict.get("has_many_actions", False)
 
     def _probe(
         self,

@@ -24,8 +24,8 @@ DIAGNOSTICS: Final = (
 )
 """Names of the metrics, which `Diagnostics` reads. The config reads this constant without importing the module."""
 
-# Each action's fraction is a metric of its own up to this number of actions.
-_MAX_ACTIONS = 8
+MAX_ACTIONS = 8
+"""Largest number of actions each of which has a metric of its own."""
 
 
 class ResponseDiversity(Metric):
@@ -92,7 +92,7 @@ class ResponseDiversity(Metric):
             ),
             "top_action": max(fractions.values()),
         }
-        if len(fractions) <= _MAX_ACTIONS:
+        if len(fractions) <= MAX_ACTIONS:
             metrics |= {f"action/{name}": fractions[name] for name in sorted(fractions)}
         return metrics
 

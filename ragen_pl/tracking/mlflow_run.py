@@ -28,8 +28,9 @@ RUN_DIR = "run_dir"
 UNTHINNED = ("val", "warm_start/", "collapse/")
 """Beginnings of metrics that are logged at all iterations: validations, steps of the warm start, alarms."""
 
-# characters that a name may not have
+# characters that a name may not have, and how many it may have
 _OTHER_CHARACTERS = re.compile(r"[^\w/. -]")
+_NAME_LENGTH = 250
 _TIMEOUT_S = 3.0
 _PACKAGES = ("ragen_pl", "torch", "lightning", "transformers", "mlflow")
 
@@ -191,7 +192,7 @@ def accepted_name(name: str, *, instead: str = "") -> str:
     >>> accepted_name("rollout/metrics/Länge (cm)"), accepted_name("rollout/metrics/%"), accepted_name("a//../b/")
     ('rollout/metrics/Länge cm', 'rollout/metrics', 'a/b')
     """
-    parts = _OTHER_CHARACTERS.sub(instead, name).split("/")
+    parts = _OTHER_CHARACTERS.sub(instead, name)[:_NAME_LENGTH].split("/")
     return "/".join(part for part in parts if part not in ("", ".", "..")) or "unnamed"
 
 

@@ -162,6 +162,31 @@ def test_resumed_run_ends_with_the_same_diagnostics(setup_of, tmp_path):
         assert read(ckpt_path=str(tmp_path / f"{name}.ckpt")) == whole, name
 
 
+@pytest.mark.parametrize("renames", [True, False])
+def test_actions_that_are_too_many_over_the_run_have_no_metric_each(setup_of, tmp_path, renames):
+    """As free texts, each of which is another action. None counts as one that is never taken."""
+
+    class Actions(RolloutCallback):
+        def on_rollout_end(self, trainer, pl_module, trajectories):
+            turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+            iteration = trainer.current_epoch
+            count = 9 if iteration == 2 and not renames else 3
+            for number, turn in enumerate(turns):
+                turn.actions = [f"{iteration % 3 if renames else 0} {number % count}"]
+            if trainer.current_epoch == 3:
+                trainer.save_checkpoint(tmp_path / "rollout.ckpt")
+
+    def logged(**changes):
+        diagnostics = Diagnostics(prompts=0)
+        _, points, trainer = run(setup_of, tmp_path, Actions(), diagnostics, epochs=5, **changes)
+        points = [point for _, point in points if "diagnostics/entropy" in point]
+        names = [sum("diagnostics/action/" in name for name in point) for point in points]
+        return names, any("diagnostics/action/" in name for name in trainer.callback_metrics)
+
+    assert logged() == ([3, 6 if renames else 3, 0, 0, 0], False)
+    assert logged(ckpt_path=str(tmp_path / "rollout.ckpt")) == ([0, 0], False)
+
+
 def test_warning_names_the_diagnostic_and_the_run_continues(setup_of, tmp_path, caplog):
     broken, watch = Break(), monitor("warn")
     with caplog.at_level(logging.WARNING, logger="ragen_pl"):

@@ -262,11 +262,12 @@ def test_a_name_that_mlflow_does_not_take_loses_no_other_value(tmp_path: Path, r
     kwargs = {"Preis (€)": 1, "a//b": 2, "size": 3}
     logger = RunLogger(run_dir=str(run), settings=settings(tmp_path, env={"kwargs": kwargs}))
     names = ("metrics/正确率", "metrics/%", "metrics/a//b", "metrics/../c", "return")
-    logger.log_metrics({f"rollout/{name}": 0.5 for name in names}, 1)
+    long = f"metrics/{'a' * 400}"
+    logger.log_metrics({f"rollout/{name}": 0.5 for name in (*names, long)}, 1)
     logger.close()
     client, run_id = stored(run)
     kept = client.get_run(run_id).data
-    taken = {"metrics/正确率", "metrics", "metrics/a/b", "metrics/c", "return"}
+    taken = {"metrics/正确率", "metrics", "metrics/a/b", "metrics/c", "return", long[:242]}
     assert kept.metrics == {f"rollout/{name}": 0.5 for name in taken}
     assert kept.params["trainer.max_epochs"] == "3"
     given = {name: value for name, value in kept.params.items() if name.startswith("env.kwargs.")}
