@@ -66,9 +66,10 @@ def whole_lines(path: Path, *, start: int = 0) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as stream:
         stream.seek(start)
         for line in stream:
-            if line.endswith(b"\n"):
-                yield start, line
-                start += len(line)
+            if not line.endswith(b"\n"):
+                return  # a writer may add the rest, which is no line of its own
+            yield start, line
+            start += len(line)
 
 
 def _drop_cut_line(path: Path) -> None:

@@ -71,7 +71,7 @@ def _started(folder: Path) -> float:
 def overview(folder: Path) -> dict[str, Any]:
     """Return a run's line of the table: state, names, iterations, last success with its interval."""
     settings = settings_of(folder)
-    last, trained, measured = _last_rows(folder, _changed(_reader_of(folder).file))
+    last, trained, measured = _last_rows(folder, _changed(RecordReader(folder).file))
     return {
         "state": state_of(folder),
         "env": settings.get("env.name", ""),

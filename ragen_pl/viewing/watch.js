@@ -259,11 +259,15 @@ function marksOf() {
   })).filter(Boolean);
 }
 
+// Of any number of values: a call takes about 100,000 arguments.
+const least = (values) => values.reduce((one, other) => Math.min(one, other), Infinity);
+const most = (values) => values.reduce((one, other) => Math.max(one, other), -Infinity);
+
 function spans(series, fixed, references) {
   const xs = series.flatMap((one) => one.points.map((point) => point.x));
   const ys = series.flatMap((one) => one.points.flatMap((point) => [point.y, point.low ?? point.y, point.high ?? point.y]));
   ys.push(...references.map((one) => one.y));
-  let [left, right] = [Math.min(...xs), Math.max(...xs)], [low, high] = fixed || [Math.min(...ys), Math.max(...ys)];
+  let [left, right] = [least(xs), most(xs)], [low, high] = fixed || [least(ys), most(ys)];
   if (left === right) right = left + 1;
   if (low >= 0 && low < high / 2) low = 0;  // a curve near zero shows the zero
   if (high - low < 1e-9 * Math.abs(high)) low = high;  // equal but for rounding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from pathlib import Path
@@ -42,6 +43,23 @@ def test_a_line_that_a_killed_process_has_cut_is_dropped(tmp_path):
     record = MetricsRecord(tmp_path)
     assert record.count == 2 and (tmp_path / "metrics.jsonl").read_bytes() == whole
     assert add_iterations(record, 3) == [True]
+    assert [point.step for point in reader.points()] == [1, 2, 3]
+
+
+def test_a_line_that_grows_while_it_is_read_is_read_later(tmp_path, monkeypatch):
+    add_iterations(MetricsRecord(tmp_path), 1, 2, 3)
+    reader, file = RecordReader(tmp_path), tmp_path / "metrics.jsonl"
+    first, second, third = file.read_bytes().splitlines(keepends=True)
+
+    class Growing(io.BytesIO):
+        """Stream of a file whose second line is written in two parts."""
+
+        def __iter__(self):
+            return iter([first, second[:20], second[20:], third])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda *_, **__: Growing())
+        assert [point.step for point in reader.points()] == [1]
     assert [point.step for point in reader.points()] == [1, 2, 3]
 
 

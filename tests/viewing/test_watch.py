@@ -23,6 +23,7 @@ from support.servers.browser import in_browser, record, visit
 from ragen_pl.base.records import write_records
 from ragen_pl.config.composition import compose_overrides
 from ragen_pl.viewing.outcomes import count_kinds, kind_of
+from ragen_pl.viewing.page import script_of
 from ragen_pl.viewing.run_files import differences, overview
 from ragen_pl.viewing.watch import listen
 
@@ -213,6 +214,33 @@ def test_rows_come_from_the_last_known_one_on(server: Client, runs: Path) -> Non
         "rollout/return" not in first and "seen" not in first and "rollout/success_low" not in first
     )
     shutil.rmtree(run)
+
+
+def test_rows_come_from_the_last_known_one_on_among_many_runs(tmp_path: Path) -> None:
+    for number in range(70):
+        write_rows(
+            make_run(tmp_path / "runs" / "many" / f"{number:02d}", lr=0.1),
+            [*map(row, (4, 5))],
+            keep=3,
+        )
+    with command(f"paths.root={tmp_path / 'runs'}", folder=tmp_path) as client:
+        drops = 0
+        for _ in range(3):
+            newest, *others = client.json("/runs")
+            news = client.json("/run", run=newest["name"], known="5", drops=str(drops))
+            drops = news["drops"]
+    assert news["start"] == 4 and len(others) == 69
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_curves_may_have_any_number_of_points() -> None:
+    found = re.search(r"const least = .*?\n}\n", script_of("watch.js"), re.DOTALL)
+    assert found is not None
+    points = "Array.from({ length: 200000 }, (_, x) => ({ x, y: x % 7, low: -1 }))"
+    program = f"{found[0]} console.log(JSON.stringify(spans([{{ points: {points} }}], [0, 6], [])))"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"left": 0, "right": 199999, "low": -0.02, "high": 6.02}
 
 
 def test_marks_and_episodes_of_a_run(server: Client) -> None:
