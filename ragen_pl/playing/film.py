@@ -18,6 +18,8 @@ _SIDE = 288
 _LINE = 18
 _PAD = 8
 _LETTERS_PER_LINE = 40
+# a GIF has no more than 65,535 rows of pixels
+_LINES = 200
 _FRAMES_PER_ROW = 5
 # Milliseconds; the last frame is shown three times as long.
 _FRAME_DURATION = 900
@@ -78,7 +80,9 @@ def _turn_content(turn: Turn, number: int) -> _Content:
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
-    return [part for line in lines for part in textwrap.wrap(line, _LETTERS_PER_LINE) or [""]]
+    parts = [part for line in lines for part in textwrap.wrap(line, _LETTERS_PER_LINE) or [""]]
+    cut = len(parts) - _LINES
+    return parts if cut <= 0 else [*parts[: _LINES // 2], "…", *parts[_LINES // 2 + cut + 1 :]]
 
 
 def _image(images: Sequence[np.ndarray]) -> Image.Image | None:

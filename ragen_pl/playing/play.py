@@ -27,7 +27,7 @@ from ragen_pl.config.errors import ConfigError
 from ragen_pl.data.validation import HELD_OUT, initial_state_seed
 from ragen_pl.environments.manager import EnvironmentSlot, EpisodeSpec
 from ragen_pl.playing.film import save_episode
-from ragen_pl.playing.terminal import Screen
+from ragen_pl.playing.terminal import Screen, printable
 from ragen_pl.prompts.conversation import TextContext
 from ragen_pl.rollout.endpoint import EndpointResponder
 from ragen_pl.rollout.proxy import AgentProxy, OnTurn
@@ -249,10 +249,10 @@ def ask(slot: EnvironmentSlot, *, screen: Screen, max_actions: int = 1) -> list[
     rules = slot.members.seat_instructions(slot.seat) if slot.seats > 1 else None
     rules = rules or slot.members.instructions
     if slot.turn == 0 and rules:
-        screen.console.print(rules, markup=False, highlight=False)
+        screen.console.print(printable(rules), markup=False, highlight=False)
     screen.state(slot.observation.images, slot.observation.text)
     names = slot.action_names
-    offers = "free text" if names is None else "  ".join(_offers(names))
+    offers = "free text" if names is None else printable("  ".join(_offers(names)))
     is_several = max_actions > 1 and names is not None
     several = f"up to {max_actions} with {_SEPARATOR} between them, " if is_several else ""
     while True:

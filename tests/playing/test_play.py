@@ -16,6 +16,7 @@ from support.runs.module_process import run_module
 from ragen_pl.environments.manager import EnvironmentManager, EpisodeSpec
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.modules.policy import PolicyModule
+from ragen_pl.playing import film
 from ragen_pl.playing.film import episode_frames, save_episode
 from ragen_pl.playing.play import HumanResponder, ask, named_action, show_turns
 from ragen_pl.playing.terminal import Screen, fitted, half_blocks, printable, shade_text
@@ -25,7 +26,7 @@ from ragen_pl.rollout.proxy import AgentProxy
 from ragen_pl.rollout.responders import EngineResponder
 from ragen_pl.rollout.scripted import ScriptedResponder
 from ragen_pl.rollout.turns import Episode
-from ragen_pl.trajectory import EpisodeStatus, Trajectory, Turn
+from ragen_pl.trajectory import EpisodeStatus, Observation, Trajectory, Turn
 
 FROZEN_LAKE = "visual_envs:ragen/FrozenLakeVisual-v0"
 
@@ -136,6 +137,18 @@ def test_turn_shows_reasoning_actions_and_reward_without_control_characters() ->
     assert printable("a\tb\n\u202e") == "a\tb\n\\u202e"
 
 
+def test_rules_and_names_of_an_environment_do_not_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (slot,) = EnvironmentManager(target=FROZEN_LAKE).open([SPEC])
+    slot.action_names = ("Left\x1b[2J", "Right\udc80")
+    monkeypatch.setattr(type(slot.members), "instructions", "Go\x1b[2J")
+    monkeypatch.setattr("builtins.input", lambda *prompt: "q")
+    out = io.StringIO()
+    ask(slot, screen=Screen(Console(file=out, width=100), width=16))
+    assert "Go\\x1b[2J" in out.getvalue() and "0 Left\\x1b[2J  1 Right\\udc80" in out.getvalue()
+
+
 def test_ask_repeats_until_the_answer_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     environments = EnvironmentManager(target=FROZEN_LAKE, max_actions_per_turn=2)
     (slot,) = environments.open([SPEC])
@@ -165,6 +178,16 @@ def test_episode_is_saved_as_film_and_strip(target: str, tmp_path: Path) -> None
         assert strip.format == "PNG" and strip.width == min(5, len(shown) + 1) * sizes.pop()[0]
     with pytest.raises(ValueError, match=r"expected \.gif or \.png"):
         save_episode(trajectory, tmp_path / "a.jpg")
+
+
+@pytest.mark.parametrize("text", ["word " * 40_000, "\n" * 5_000])
+def test_a_film_of_long_texts_keeps_what_was_answered(text: str, tmp_path: Path) -> None:
+    trajectory, (turn, *_) = played("envs:ragen/Bandit-v0")
+    turn.observation = Observation(text=text)
+    lines = film._wrapped(film._turn_content(turn, 1).lines)
+    assert lines[0] == "turn 1" and lines[-1] == "reward: 0.00" and "…" in lines
+    with Image.open(save_episode(trajectory, tmp_path / "a.gif")) as saved:
+        assert saved.height < 4_000
 
 
 def command(*arguments: str, folder: Path, answers: str = "") -> subprocess.CompletedProcess[str]:
