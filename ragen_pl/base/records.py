@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 from typing_extensions import TypedDict
 
-from ragen_pl.base.files import atomic_write, disk_errors_of
+from ragen_pl.base.files import atomic_write
 from ragen_pl.base.foreign_files import plain_json
 from ragen_pl.base.json_text import json_text
 from ragen_pl.base.rgb import open_picture
@@ -166,8 +166,8 @@ class ImageFiles:
             file = self.folder / name
             if not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                with disk_errors_of(file):
-                    Image.fromarray(pixels).save(file)
+                with atomic_write(file) as partial:
+                    Image.fromarray(pixels).save(partial, format="PNG")
             self._names[digest] = name
         return self._names[digest]
 

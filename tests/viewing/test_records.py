@@ -75,6 +75,22 @@ def test_record_holds_the_episode(
     assert read[0]["turns"][0]["images"] == read[1]["turns"][0]["images"]
 
 
+def test_an_image_that_a_killed_process_has_cut_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = np.full((4, 4, 3), 7, np.uint8)
+
+    def cut(_: object, file: Path, **__: object) -> None:
+        file.write_bytes(b"\x89PNG")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Image.Image, "save", cut)
+        ImageFiles(tmp_path).name(image)
+    with Image.open(tmp_path / ImageFiles(tmp_path).name(image)) as read:
+        assert np.array_equal(np.asarray(read), image)
+
+
 def test_each_image_of_a_prompt_has_a_place_in_its_text(proxy: AgentProxy, tmp_path: Path) -> None:
     context, talk = proxy.context, Conversation(system=None)
     pair = [np.full((64, 64, 3), shade, np.uint8) for shade in (50, 200)]
