@@ -19,7 +19,7 @@ def main(cfg: DictConfig) -> None:
 
     given = plain(cfg)
     left, right = (
-        [given[key]] if isinstance(given[key], str) else given[key] for key in ("run", "with")
+        [given[key]] if isinstance(given[key], str) else given[key] or [] for key in ("run", "with")
     )
     asked = ("which", "set", "may_differ", "overlap", "resamples", "seed")
     found = compare(left, right, Question(**{key: given[key] for key in asked}))

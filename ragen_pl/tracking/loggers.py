@@ -368,7 +368,7 @@ def send_unsent(folder: Path, *, trusted: bool = False) -> str:
         check_folder(folder, key=f"run={folder}")
     known = known_run(folder)
     # a run's folder is in <root>/<environment>
-    if known and not (trusted or may_name(known, folder.parents[1])):
+    if known and not (trusted or may_name(known, folder.parent.parent)):
         raise ConfigError(
             f"run={folder}: {RUN_FILE} names {known['tracking_uri']}, and nothing shows that this account wrote the "
             "file, so nothing is sent there; set trust=true if you trust its author"

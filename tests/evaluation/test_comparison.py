@@ -238,6 +238,7 @@ def test_what_is_refused(
         (("run={a}", "with={b}", "may_differ=[env.max_turn]"), "no such setting; did you mean env.max_turns?"),
         (("run={root}", "with={b}"), "run={root}: neither the folder of a run (config.yaml) nor of an evaluation"),
         (("run={a}", "with=[]"), "with=[]: expected a folder"),
+        (("run=null", "with={a}"), "run=[]: expected a folder"),
         (("run={a}",), "with has no value; set with=…"),
     ],
 )  # fmt: skip

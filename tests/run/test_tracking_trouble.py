@@ -309,3 +309,13 @@ def test_a_run_that_is_not_in_mlflow_cannot_be_sent(tmp_path):
         ConfigError, match=r"expected the folder of a run in MLflow, with its mlflow_run"
     ):
         send_unsent(tmp_path)
+
+
+def test_a_run_may_be_in_no_folder_of_runs(tmp_path, monkeypatch):
+    """As one that is mounted at `/run`, and named without further folders."""
+    (tmp_path / "run").mkdir()
+    note = {"run_id": "0" * 32, "tracking_uri": "http://elsewhere"}
+    (tmp_path / "run" / "mlflow_run.json").write_text(json.dumps(note))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="nothing shows that this account wrote the file"):
+        send_unsent(Path("run"))
