@@ -209,7 +209,7 @@ class LoggedPoints:
 class MetricsRecord:
     """The record of a run, as the one process that writes it has it.
 
-    A metric that an earlier process has logged at a step is not logged again, unless its point was dropped.
+    A metric that was logged at a step before the last resume is not logged again, unless its point was dropped.
 
     Args:
         folder: The run's folder, whose record is continued. Files of an earlier version become a record.
@@ -219,7 +219,10 @@ class MetricsRecord:
         convert(folder)
         self.folder, self.file, self.phase = folder, folder / FILE, TRAINING
         self._lines = LinesFile(self.file)
-        # what any earlier process has logged, and what of it counts
+        self._read()
+
+    def _read(self) -> None:
+        # what was logged until the last resume, and what of it counts
         self._ever, self._kept = LoggedPoints(), LoggedPoints()
         self._points: list[tuple[str, int, frozenset[str]]] = []
         for _, _, entry in entries(self.file):
@@ -228,10 +231,6 @@ class MetricsRecord:
             else:
                 names = self._ever.add(entry.metrics, entry.step)
                 self._points.append((entry.phase, entry.step, names))
-        self._note_kept()
-
-    def _note_kept(self) -> None:
-        self._kept = LoggedPoints()
         for _, step, names in self._points:
             self._kept.add(names, step)
 
@@ -264,8 +263,7 @@ class MetricsRecord:
         """Drop all points but the first ones."""
         if count < self.count:
             self._lines.append({"keep": count})
-            del self._points[count:]
-            self._note_kept()
+            self._read()
 
     def count_until(self, limit: int | None, *, phase: str) -> int:
         """Return the number of points before the first one of a phase after a step.

@@ -83,6 +83,15 @@ def test_points_after_the_checkpoint_are_dropped_and_tracked_once(tmp_path):
     assert [row["iteration"] for row in reader.rows()] == [1, 2, 3, 4, 5]
 
 
+def test_points_that_the_same_process_repeats_are_tracked_once(tmp_path):
+    """As by a second `fit` from a checkpoint, with the logger of the first."""
+    record = MetricsRecord(tmp_path)
+    assert add_iterations(record, 1, 2, 3, 4) == [True] * 4
+    record.keep(2)
+    assert add_iterations(record, *range(1, 6), value=0.25) == [False, False, True]
+    assert success(tmp_path) == {1: 0.5, 2: 0.5, 3: 0.25, 4: 0.25, 5: 0.25}
+
+
 def test_a_run_without_a_checkpoint_begins_anew_after_its_warm_start(tmp_path):
     record = MetricsRecord(tmp_path)
     record.phase = WARM_START
