@@ -24,6 +24,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from ragen_pl.base.constraints import CountOrZero
+from ragen_pl.base.error_text import named_error
 from ragen_pl.base.foreign_files import ForeignFileError, check_plain
 from ragen_pl.base.records import FILE, read_records
 from ragen_pl.checkpoints.lock import one_at_a_time
@@ -273,13 +274,17 @@ class MlflowSender:
         # traces are exported by MLflow's own threads, whose errors it swallows: ask before
         self._client.get_run(self.run_id)
         folder = self._inside(path)
-        trace_records(
-            islice(read_records(folder / FILE), count),
-            images=folder,
-            uri=self.uri,
-            experiment_id=str(self.experiment_id),
-            run_id=self.run_id,
-        )
+        try:
+            trace_records(
+                islice(read_records(folder / FILE), count),
+                images=folder,
+                uri=self.uri,
+                experiment_id=str(self.experiment_id),
+                run_id=self.run_id,
+            )
+        # of records that are damaged, or of another version: they stay so, and the calls after it must not wait
+        except (ValueError, KeyError, TypeError) as error:
+            raise RefusedError(f"traces of {path}: {named_error(error)}") from error
         flush_traces()
 
     def _send_remove(self, place: _Place) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
+from support.servers.browser import record
 
 from ragen_pl.config import ConfigError
 from ragen_pl.config.own_files import write_settings
@@ -241,6 +242,21 @@ def test_a_store_that_lets_nobody_delete_gets_the_points_after_it(run, caplog, m
     assert logger._outbox.close(limit_s=LIMIT_S) is None
     assert points(run, "update/loss") == [(1, 0.5)]
     assert "may not delete trajectories/iteration_0010" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"schema": 1}', json.dumps(record(0, logprobs=[None] * 4)), json.dumps({"schema": 2})]
+)  # fmt: skip
+def test_records_that_cannot_be_read_keep_no_call_waiting(run, caplog, line):
+    folder = run / "trajectories" / "iteration_0000"
+    folder.mkdir(parents=True)
+    (folder / "trajectories.jsonl").write_text(f"{line}\n")
+    logger = logger_of(run)
+    logger.log_traces(folder, count=1)
+    logger.log_metrics({"update/loss": 0.5}, 1)
+    assert logger._outbox.close(limit_s=LIMIT_S) is None
+    assert points(run, "update/loss") == [(1, 0.5)]
+    assert "is left out: traces of trajectories/iteration_0000" in caplog.text
 
 
 def test_a_process_with_mlflow_that_is_killed_is_replaced(run, caplog):
