@@ -189,10 +189,14 @@ class LoggedPoints:
         self._sets: dict[frozenset[str], frozenset[str]] = {}
         self._at: dict[int, set[frozenset[str]]] = defaultdict(set)
 
+    def shared(self, names: Iterable[str]) -> frozenset[str]:
+        """Return names as a set that all points with the same ones have."""
+        some = frozenset(names)
+        return self._sets.setdefault(some, some)
+
     def add(self, names: Iterable[str], step: int) -> frozenset[str]:
         """Note that metrics have a point at a step; return their names."""
-        some = frozenset(names)
-        some = self._sets.setdefault(some, some)
+        some = self.shared(names)
         self._at[step].add(some)
         return some
 
@@ -219,9 +223,6 @@ class MetricsRecord:
         convert(folder)
         self.folder, self.file, self.phase = folder, folder / FILE, TRAINING
         self._lines = LinesFile(self.file)
-        self._read()
-
-    def _read(self) -> None:
         # what was logged until the last resume, and what of it counts
         self._ever, self._kept = LoggedPoints(), LoggedPoints()
         self._points: list[tuple[str, int, frozenset[str]]] = []
@@ -231,6 +232,10 @@ class MetricsRecord:
             else:
                 names = self._ever.add(entry.metrics, entry.step)
                 self._points.append((entry.phase, entry.step, names))
+        self._note_kept()
+
+    def _note_kept(self) -> None:
+        self._kept = LoggedPoints()
         for _, step, names in self._points:
             self._kept.add(names, step)
 
@@ -256,14 +261,18 @@ class MetricsRecord:
         ]
         for point in points:
             self._lines.append(point.line())
-            self._points.append((point.phase, step, frozenset()))
+            self._points.append((point.phase, step, self._ever.shared(point.metrics)))
         return points
 
     def keep(self, count: int) -> None:
         """Drop all points but the first ones."""
         if count < self.count:
             self._lines.append({"keep": count})
-            self._read()
+            # this process may have logged some
+            for _, step, names in self._points:
+                self._ever.add(names, step)
+            del self._points[count:]
+            self._note_kept()
 
     def count_until(self, limit: int | None, *, phase: str) -> int:
         """Return the number of points before the first one of a phase after a step.
