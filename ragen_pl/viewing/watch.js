@@ -354,7 +354,7 @@ function drawCharts() {
   const parts = [...columns].filter((name) => name.startsWith(PART)).sort()
     .map((name) => [`Reward: ${name.slice(PART.length)}`, [[name, "training"], [name.replace("rollout/", "val/"), "validation"]]]);
   // of a mixture; returns are not in one scale
-  const environments = [...columns].map((name) => /^val\/(?!reward\/)([\w-]+)\/success$/.exec(name)).filter(Boolean).map((found) => found[1]).sort();
+  const environments = [...columns].map((name) => /^val\/(?!(?:reward|metrics)\/)([\w-]+)\/success$/.exec(name)).filter(Boolean).map((found) => found[1]).sort();
   const apart = [
     ["Success by environment", environments.map((name) => [`val/${name}/success`, name]), [0, 1]],
     ...environments.map((name) => [`Return: ${name}`, [[`rollout/${name}/return`, "training"], [`val/${name}/return`, "validation"]]]),

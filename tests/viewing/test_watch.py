@@ -22,6 +22,7 @@ from support.servers.browser import in_browser, record, visit
 
 from ragen_pl.base.records import write_records
 from ragen_pl.config.composition import compose_overrides
+from ragen_pl.metrics.shown import environments_in
 from ragen_pl.viewing.outcomes import count_kinds, kind_of
 from ragen_pl.viewing.page import script_of
 from ragen_pl.viewing.run_files import differences, overview
@@ -232,15 +233,29 @@ def test_rows_come_from_the_last_known_one_on_among_many_runs(tmp_path: Path) ->
     assert news["start"] == 4 and len(others) == 69
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_curves_may_have_any_number_of_points() -> None:
-    found = re.search(r"const least = .*?\n}\n", script_of("watch.js"), re.DOTALL)
+def evaluated(part: str, expression: str, *, columns: str = "[]") -> Any:
+    """Return the value of an expression of JavaScript beside a part of the page's script, a regular expression."""
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    found = re.search(part, script_of("watch.js"), re.DOTALL | re.MULTILINE)
     assert found is not None
-    points = "Array.from({ length: 200000 }, (_, x) => ({ x, y: x % 7, low: -1 }))"
-    program = f"{found[0]} console.log(JSON.stringify(spans([{{ points: {points} }}], [0, 6], [])))"
+    program = f"const columns = {columns}; {found[0]}; console.log(JSON.stringify({expression}))"
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"left": 0, "right": 199999, "low": -0.02, "high": 6.02}
+    return json.loads(done.stdout)
+
+
+def test_curves_may_have_any_number_of_points() -> None:
+    points = "Array.from({ length: 200000 }, (_, x) => ({ x, y: x % 7, low: -1 }))"
+    ranges = evaluated(r"^const least = .*?\n}\n", f"spans([{{ points: {points} }}], [0, 6], [])")
+    assert ranges == {"left": 0, "right": 199999, "low": -0.02, "high": 6.02}
+
+
+def test_only_environments_of_a_mixture_have_a_curve_each() -> None:
+    names = ["success", "lake/success", "lake/return", "reward/success", "metrics/success"]
+    columns = json.dumps([f"val/{name}" for name in names])
+    part = r"^  const environments = .*?;$"
+    assert evaluated(part, "environments", columns=columns) == ["lake"] == environments_in(names)
 
 
 def test_marks_and_episodes_of_a_run(server: Client) -> None:
