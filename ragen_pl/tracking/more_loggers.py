@@ -161,10 +161,10 @@ class RunTensorBoardLogger(KeepsRecord, TensorBoardLogger):
 
     def track(self, point: Point) -> None:
         """Log a point that was not logged before."""
+        self._step = point.step
         if point.tracked:
             TensorBoardLogger.log_metrics(self, point.metrics, point.step)
             self.experiment.flush()
-            self._step = point.step
 
     @rank_zero_only
     def log_files(self, path: Path, *, place: str) -> None:

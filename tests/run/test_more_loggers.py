@@ -43,7 +43,7 @@ def kept(run: Path) -> list[tuple[int, dict[str, float | str]]]:
     """Return the run's own copy of its metrics."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     points = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    return [(point["step"], point["metrics"]) for point in points]
+    return [(point["step"], point["metrics"]) for point in points if "step" in point]
 
 
 def test_a_resumed_run_continues_its_tensorboard_files(run):
@@ -55,7 +55,11 @@ def test_a_resumed_run_continues_its_tensorboard_files(run):
     resumed = RunTensorBoardLogger(run_dir=str(run), settings={"seed": 3})
     # the steps since the checkpoint are repeated
     log_some(resumed, run, steps=range(2, 5))
-    for logger in (first, resumed):
+    # a later one repeats no other steps
+    again = RunTensorBoardLogger(run_dir=str(run), settings={"seed": 3})
+    again.keep(4)
+    log_some(again, run, steps=range(3, 5))
+    for logger in (first, resumed, again):
         logger.finalize("success")
         logger.close()
     events = EventAccumulator(str(run / "tensorboard"))
