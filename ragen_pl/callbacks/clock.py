@@ -164,6 +164,8 @@ class RunClock(RolloutCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the record, whose points the disk has then, and the times."""
         count = None
+        if self._updating:
+            self._assign("update")
         if self._logger is not None:
             count = self._logger.record.count
             self._logger.record.synchronize()

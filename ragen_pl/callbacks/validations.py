@@ -127,7 +127,10 @@ class KeepValidations(RolloutCallback):
     # ---- resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums so far."""
+        """Return the sums so far, with the time until now. All ranks must call it."""
+        if self._marks is not None:
+            self._stop()
+            self._start()
         return {"sums": self._sums.tolist(), "seconds": self._seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.episodes.trajectories import make_trajectory, make_turn
 from torch.utils.data import DataLoader
 
 from ragen_pl.base.records import read_records
+from ragen_pl.callbacks.clock import RunClock
 from ragen_pl.callbacks.progress import RolloutProgress
 from ragen_pl.callbacks.summary import (
     RunSummary,
@@ -195,6 +197,19 @@ def test_a_page_of_a_validation_counts_all_of_its_episodes(tmp_path: Path) -> No
         assert '"totals":{"episodes":3,"success":0,"failed":0}' in episodes_page(
             tmp_path, name, title="a run", episodes=64
         )
+
+
+def test_a_checkpoint_inside_an_update_has_the_time_until_then(tmp_path: Path) -> None:
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+            time.sleep(0.5)
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    fit(tmp_path, Save(), KeepValidations(), RunClock(), module=ScriptedPolicy(), max_epochs=1)
+    for step in (1, 2):
+        saved = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["callbacks"]
+        seconds = saved["KeepValidations"]["seconds"], saved["RunClock"]["seconds"]["update"]
+        assert all(0.5 * step <= each < 0.5 * step + 20 for each in seconds)
 
 
 def test_validations_of_weights_that_a_resume_drops_are_dropped(tmp_path: Path) -> None:
