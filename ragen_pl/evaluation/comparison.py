@@ -209,6 +209,11 @@ def _notes(left: Sequence[Played], right: Sequence[Played], question: Question) 
     for key in sorted(allowed):
         values = [text_of(side[0].panel.get(key)) for side in (left, right)]
         notes.append(f"{text_of(key)}: {' and '.join(values)}.")
+    notes += [
+        f"Response tokens of {one.place} are characters: its model is behind an API."
+        for one in (*left, *right)
+        if one.counts_characters
+    ]
     if question.overlap:
         notes.append("Training may have used some of the initial states.")
     return notes

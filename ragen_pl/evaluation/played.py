@@ -75,6 +75,7 @@ class Played:
         disjoint: Whether training had none of the initial states.
         outcomes: The episodes by seed of the initial state and member.
         cost: What the run had taken, empty for an evaluation.
+        counts_characters: Whether its response tokens are characters, as those of a model behind an API.
     """
 
     place: str
@@ -85,6 +86,7 @@ class Played:
     disjoint: bool
     outcomes: dict[Key, Outcome]
     cost: dict[str, float] = field(default_factory=dict)
+    counts_characters: bool = False
 
 
 def read_played(place: str, question: Question, *, key: str) -> Played:
@@ -208,6 +210,7 @@ def _of_evaluation(place: str, folder: Path, question: Question, *, named: str) 
         | protocol,
         disjoint=not trained or played.get("set_aside") == played.get("initial_states"),
         outcomes=_by_key(outcomes, file=rows),
+        counts_characters=policies != {POLICY},
     )
 
 

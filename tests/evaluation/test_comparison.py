@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from support.runs.called_commands import Result, caller
+from support.servers.browser import record
 
+from ragen_pl.base.records import write_records
 from ragen_pl.evaluation.comparison import compare
 from ragen_pl.evaluation.played import Question
 from ragen_pl.viewing.validations import Outcome, write_validation
@@ -264,6 +266,26 @@ def test_a_setting_that_may_differ_and_states_of_training_are_named_in_notes(
     notes = compare([str(a)], [str(b)], question).notes
     assert "env.max_turns: 10 and 4." in notes
     assert "Training may have used some of the initial states." in notes
+
+
+@pytest.mark.parametrize("policy", ["policy", "gpt"])
+def test_a_note_says_that_an_api_has_characters_for_tokens(tmp_path: Path, policy: str) -> None:
+    run, folder = made_run(tmp_path / "a", range(9)), tmp_path / "b"
+    about = {"checkpoint": "x", "greedy": True, "samples": 1, "temperature": None, "truncation": {}}
+    held_out = {
+        "env": ENV,
+        "key": "held_out",
+        "options": None,
+        "set_aside": 20,
+        "initial_states": 20,
+    }
+    records = [record(n) | {"seed": n, "member": 0, "policy": policy} for n in range(20)]
+    write_records(records, folder / "held_out")
+    content = {"about": about, "validation_sets": {"held_out": held_out}}
+    (folder / "evaluation.json").write_text(json.dumps(content))
+    notes = compare([str(run)], [str(folder)], Question()).notes
+    note = f"Response tokens of {folder} are characters: its model is behind an API."
+    assert (note in notes) == (policy == "gpt")
 
 
 def test_the_command_loads_no_torch(tmp_path: Path) -> None:
