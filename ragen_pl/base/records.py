@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 from typing_extensions import TypedDict
 
+from ragen_pl.base.error_text import error_text
 from ragen_pl.base.files import atomic_write
 from ragen_pl.base.foreign_files import plain_json
 from ragen_pl.base.json_text import json_text
@@ -285,7 +286,7 @@ def _turn(
         "statements": [asdict(statement) for statement in turn.statements],
         "temperature": float(turn.temperature),
         "state_description": turn.state_description,
-        "info": turn.info,
+        "info": {str(name): _entry(value) for name, value in turn.info.items()},
     }
 
 
@@ -321,7 +322,9 @@ def write_records(records: Iterable[dict[str, Any]], folder: Path, *, file: str 
     """Write records as JSONL into a folder and return the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file
-    with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as stream:
+    # an environment's texts may have lone surrogates
+    settings: Any = {"encoding": "utf-8", "errors": "replace"}
+    with atomic_write(path) as partial, partial.open("w", **settings) as stream:
         for record in records:
             stream.write(json_text(record, ensure_ascii=False, default=_plain) + "\n")
     return path
@@ -443,6 +446,15 @@ def read_image(folder: Path, name: object, *, formats: Sequence[str] = ("PNG",))
     except Exception:
         return None
     return data
+
+
+def _entry(value: object) -> object:
+    """Return an entry of an environment's info, as text where JSON can't hold it: a key is a tuple, a list its item."""
+    try:
+        json_text(value, default=_plain)
+    except (TypeError, ValueError, RecursionError):
+        return error_text(ValueError(value))
+    return value
 
 
 def _plain(value: object) -> object:

@@ -20,6 +20,7 @@ from ragen_pl.base.records import (
     Origin,
     read_records,
     to_record,
+    write_episodes,
     write_records,
 )
 from ragen_pl.data.batch import CreditLayout
@@ -73,6 +74,23 @@ def test_record_holds_the_episode(
     seen = {name for record in read for turn in record["turns"] for name in turn["prompt_images"]}
     assert len(list((tmp_path / "images").iterdir())) == len(seen)
     assert read[0]["turns"][0]["images"] == read[1]["turns"][0]["images"]
+
+
+def test_any_info_of_an_environment_can_be_written(tmp_path: Path) -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    info = {
+        "grid": {(0, 1): "hole"}, "counts": {np.int64(3): 1}, "text": "a\udc80", "list": endless, "large": 10**5000,
+        "array": np.arange(2), "nan": np.float32("nan"), (1, 2): 3,
+    }  # fmt: skip
+    write_episodes([make_trajectory(make_turn(info=info))], tmp_path)
+    (read,) = read_records(tmp_path / "trajectories.jsonl")
+    found = read["turns"][0]["info"]
+    assert found.pop("large").startswith("(no text: ")
+    assert found == {
+        "grid": "{(0, 1): 'hole'}", "counts": str({np.int64(3): 1}), "text": "a?", "list": "[[...]]", "array": [0, 1],
+        "nan": None, "(1, 2)": 3,
+    }  # fmt: skip
 
 
 def test_an_image_that_a_killed_process_has_cut_is_written_again(
