@@ -28,6 +28,7 @@ RUN_DIR = "run_dir"
 UNTHINNED = ("val", "warm_start/", "collapse/")
 """Beginnings of metrics that are logged at all iterations: validations, steps of the warm start, alarms."""
 
+_SQLITE = "sqlite:///"
 # characters that a name may not have, and how many it may have
 _OTHER_CHARACTERS = re.compile(r"[^\w/. -]")
 _NAME_LENGTH = 250
@@ -40,12 +41,13 @@ class OtherRunError(ConfigError):
 
 
 def tracking_uri(root: str | Path, *, uri: str | None = None) -> str:
-    """Return where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else a sqlite file in `root`."""
-    return (
-        uri
-        or os.environ.get("MLFLOW_TRACKING_URI")
-        or f"sqlite:///{Path(root).absolute()}/mlflow.db"
-    )
+    """Return where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else a sqlite file in `root`.
+
+    A sqlite file has its absolute path: a run may be resumed from another folder.
+    """
+    chosen = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root}/mlflow.db"
+    file = chosen.removeprefix(_SQLITE)
+    return chosen if file == chosen else f"{_SQLITE}{Path(file).absolute()}"
 
 
 def write_run_file(folder: Path, *, run_id: str, uri: str) -> None:

@@ -173,6 +173,20 @@ def test_the_tracking_uri_of_the_environment_is_used(
     assert RunLogger(run_dir=str(run)).run_id == first
 
 
+def test_a_sqlite_file_may_be_named_by_a_relative_path(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    logger = RunLogger(run_dir=str(run), settings=settings(tmp_path / "elsewhere"))
+    logger.log_metrics({"update/loss": 0.5}, 1)
+    logger.close()
+    monkeypatch.chdir("/")
+    client, run_id = stored(run)
+    assert client.get_run(run_id).data.metrics == {"update/loss": 0.5}
+    assert RunLogger(run_dir=str(run), settings=settings(tmp_path)).run_id == run_id
+
+
 def test_only_the_tables_of_a_new_store_are_not_waited_for(tmp_path: Path) -> None:
     modes: dict[str, set[int]] = {}
 
