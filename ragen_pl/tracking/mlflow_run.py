@@ -134,7 +134,7 @@ def check_address(folder: Path, root: str | Path) -> None:
     if known and not may_name(known, root):
         raise ConfigError(
             f"{folder / RUN_FILE}: tracking_uri={known['tracking_uri']}: nothing shows that this account wrote the "
-            "folder, so nothing is sent there; set logger.uri=… or logger=none, or trust=true if you trust its author"
+            "folder, so nothing is sent there; set +logger.uri=… or logger=none, or trust=true if you trust its author"
         )
 
 

@@ -26,6 +26,7 @@ from ragen_pl.tracking import loggers, mlflow_outbox
 from ragen_pl.tracking.loggers import RunLogger, send_unsent
 from ragen_pl.tracking.mlflow_calls import RunCalls
 from ragen_pl.tracking.mlflow_process import MlflowProcess
+from ragen_pl.tracking.mlflow_run import check_address
 from ragen_pl.tracking.outbox import Outbox, RefusedError, calls_in
 
 LIMIT_S = 120.0
@@ -335,3 +336,6 @@ def test_a_run_may_be_in_no_folder_of_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="nothing shows that this account wrote the file"):
         send_unsent(Path("run"))
+    # the key is none of the logger's file
+    with pytest.raises(ConfigError, match=r"set \+logger\.uri=… or logger=none"):
+        check_address(tmp_path / "run", tmp_path)
