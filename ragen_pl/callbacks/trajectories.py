@@ -186,7 +186,9 @@ class LogTrajectories(RolloutCallback):
 
 def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
     """Return the folders of a prefix by the number of the iteration in their names."""
-    return {int(one.name.removeprefix(prefix)): one for one in folder.glob(f"{prefix}*[0-9]")}
+    named = {one.name.removeprefix(prefix): one for one in folder.glob(f"{prefix}*")}
+    # others are copies of somebody's
+    return {int(number): one for number, one in named.items() if number.isdecimal()}
 
 
 def staying(iterations: Collection[int], *, newest: int) -> set[int]:
