@@ -285,7 +285,8 @@ def measured_effects(
         seed: Seed of the audit.
 
     Raises:
-        ConfigError: An environment does not come to the same state by the same responses.
+        ConfigError: An environment does not come to the same state by the same responses, or there is no effect: of
+            all states one continuation at most has not failed.
     """
     states = {
         (spec.group, -1 if turn == 0 else number, turn): (spec, trajectory.turns[:turn])
@@ -320,11 +321,16 @@ def measured_effects(
             sum(turn.reward for turn in one.turns[len(turns) :]) for one in of_state if usable(one)
         ]
         returns[state] = np.array(rest)
-    return [
+    effects = [
         effect
         for number, (spec, trajectory) in enumerate(episodes)
         for effect in _effects(number, spec.group, trajectory, returns)
     ]
+    if not effects:
+        raise ConfigError(
+            "env: the continuations failed; see their errors above, and mend the environment"
+        )
+    return effects
 
 
 def _recorded(turn: Turn) -> RecordedResponse:

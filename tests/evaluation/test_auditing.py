@@ -76,6 +76,18 @@ class ChangingDoors(TwoDoors):
         return f"doors {self.number % 7}{len(self.taken)}"
 
 
+class FailingDoors(TwoDoors):
+    """Fails after the episodes that are credited."""
+
+    steps = itertools.count()
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if next(self.steps) >= 32:
+            raise ValueError("the doors are locked")
+        return super().step(action)
+
+
+gymnasium.register("test/FailingDoors-v0", entry_point=FailingDoors, disable_env_checker=True)
 gymnasium.register("test/TwoDoors-v0", entry_point=TwoDoors, disable_env_checker=True)
 gymnasium.register("test/SilentDoors-v0", entry_point=SilentDoors, disable_env_checker=True)
 gymnasium.register("test/ChangingDoors-v0", entry_point=ChangingDoors, disable_env_checker=True)
@@ -121,6 +133,11 @@ def effects_of(true: np.ndarray, noise: np.ndarray) -> list[TurnEffect]:
         TurnEffect(episode=row // 4, turn=row % 4, group=row // 16, effect=float(effect), variance=float(square))
         for row, (effect, square) in enumerate(zip(true, noise, strict=True))
     ]  # fmt: skip
+
+
+def test_an_environment_that_fails_in_all_continuations_is_refused(lm):
+    with pytest.raises(ConfigError, match="the continuations failed; see their errors above"):
+        measure(lm, "FailingDoors", continuations=2)
 
 
 def test_correlations_are_those_without_the_noise_of_the_effects():
