@@ -99,6 +99,24 @@ def _text_in_state(file: Path, name: str, *state: int) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
+def number_in(checkpoint: Path, entry: str) -> int | None:
+    """Return a whole number in a checkpoint, None where it has none. Nothing of it is executed.
+
+    Args:
+        checkpoint: The checkpoint.
+        entry: Name of the entry.
+    """
+    with suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(checkpoint) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        with archive.open(name) as stream:
+            is_next = False
+            for opcode, argument, _ in pickletools.genops(stream):
+                if is_next and isinstance(argument, int) and not opcode.name.endswith("PUT"):
+                    return argument
+                is_next = is_next or argument == entry
+    return None
+
+
 def is_listed(file: Path) -> bool:
     """Return whether a folder has a file by its own list: one that is not found at once may be on a busy network.
 

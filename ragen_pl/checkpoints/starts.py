@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import pickletools
 import socket
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -19,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from ragen_pl.base.files import disk_errors_of
 from ragen_pl.base.finite import NonFiniteError
 from ragen_pl.base.stop_signals import interrupted, uninterrupted
+from ragen_pl.checkpoints.checkpoint_check import number_in
 from ragen_pl.checkpoints.folder import Run
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.engines.errors import RolloutError
@@ -111,26 +110,13 @@ def failures_at_the_end(lines: list[dict[str, Any]], start: dict[str, str]) -> i
 def beginning_of(run: Run) -> str:
     """Return the place that a run continues from in words."""
     if run.checkpoint is not None:
-        steps, size = steps_of(run.checkpoint), run.checkpoint.stat().st_size
+        steps, size = number_in(run.checkpoint, "global_step"), run.checkpoint.stat().st_size
         return f"step {steps} ({run.checkpoint.name}, {size} bytes)"
     if run.has_initial_weights:
         return "the end of the warm start"
     if run.resumed and run.warm_start_checkpoint.exists():
-        return f"step {steps_of(run.warm_start_checkpoint)} of the warm start"
+        return f"step {number_in(run.warm_start_checkpoint, 'global_step')} of the warm start"
     return "its beginning"
-
-
-def steps_of(checkpoint: Path) -> int | None:
-    """Return the number of optimizer steps in a checkpoint, None where it has none. Nothing of it is executed."""
-    with suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(checkpoint) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-        with archive.open(name) as stream:
-            is_next = False
-            for opcode, argument, _ in pickletools.genops(stream):
-                if is_next and isinstance(argument, int) and not opcode.name.endswith("PUT"):
-                    return argument
-                is_next = is_next or argument == "global_step"
-    return None
 
 
 def config_digest(cfg: DictConfig) -> str:

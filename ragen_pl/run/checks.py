@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.base.machine import collection_paused
-from ragen_pl.checkpoints.checkpoint_check import is_listed, problem_of
+from ragen_pl.checkpoints.checkpoint_check import is_listed, number_in, problem_of
 from ragen_pl.checkpoints.folder import RUN_DIR, Run, configured_run, is_launched, outside_processes
 from ragen_pl.config.environments import environment_configs, environment_nodes, is_mixture
 from ragen_pl.config.errors import ConfigError
@@ -81,7 +81,8 @@ def check_files(cfg: DictConfig) -> None:
     """Check the run's folder and the files that the run starts from.
 
     Raises:
-        ConfigError: The folder cannot be written or holds another run, or a file is damaged.
+        ConfigError: The folder cannot be written or holds another run, a file is damaged, or the run ends before its
+            checkpoint.
         FileNotFoundError: There is nothing to resume from.
     """
     check_shared_folder(cfg)
@@ -103,6 +104,13 @@ def check_files(cfg: DictConfig) -> None:
         problem = problem_of(file, folders=alone) if file and is_listed(file) else None
         if problem:
             raise ConfigError(f"{place}: {problem}; give another one, or delete it and start anew")
+    limit = cfg.trainer.get("max_epochs")
+    done = (number_in(run.checkpoint, "epoch") or 0) if run.checkpoint else 0
+    if limit is not None and 0 <= limit < done:
+        raise ConfigError(
+            f"trainer.max_epochs={limit}: {run.checkpoint} is of iteration {done + 1}; set {done + 1} or more, or give "
+            "an earlier checkpoint"
+        )
 
 
 def check_unused(cfg: DictConfig, run: Run) -> None:

@@ -43,6 +43,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused(go_on, run):
     assert "holds no agent" in go_on("warm_start=none", ckpt_path="run/foreign.pt")
 
 
+def test_a_run_that_would_end_before_its_checkpoint_is_refused(go_on, run):
+    last = run / "checkpoints" / "last.ckpt"
+    torch.save(torch.load(last, weights_only=False) | {"epoch": 5}, last)
+    refused = go_on("trainer.max_epochs=3")
+    assert refused.startswith(f"trainer.max_epochs=3: {last} is of iteration 6; set 6 or more")
+
+
 def test_initial_weights_that_do_not_fit_are_refused(fit, tiny, run, tmp_path):
     def begin(file: str, *changes: str) -> str:
         message = fit(
