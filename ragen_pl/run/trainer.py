@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from hydra.utils import get_object, instantiate
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -181,9 +181,12 @@ def build_trainer(
         given = {name: value for name, value in configured.items() if name not in LIMITS}
         if given.get("check_val_every_n_epoch") == "auto":
             given["check_val_every_n_epoch"] = validation_interval(given.get("max_epochs"))
-        # for a run without a display Lightning would add one of its own
-        shows = {"enable_progress_bar": bool(instances(callbacks or (), ProgressBar))}
-        return RunTrainer(**(shows | given | changes | settings))
+        # Lightning would add callbacks of its own for those that a run has not
+        has = {
+            "enable_progress_bar": bool(instances(callbacks or (), ProgressBar)),
+            "enable_checkpointing": bool(instances(callbacks or (), Checkpoint)),
+        }
+        return RunTrainer(**(has | given | changes | settings))
 
 
 def validation_interval(iterations: int | None) -> int:

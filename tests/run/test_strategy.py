@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from ragen_pl.callbacks.checkpoint import BestCheckpoint
 from ragen_pl.callbacks.progress import RolloutProgress
 from ragen_pl.config import ConfigError
 from ragen_pl.run import trainer as trainer_module
@@ -75,6 +76,12 @@ def test_a_run_without_a_display_gets_none_of_lightnings(callbacks, settings, di
     trainer = build_trainer({"accelerator": "cpu", **settings}, callbacks=callbacks, logger=False)
     found = [type(one) for one in trainer.callbacks if isinstance(one, ProgressBar)]
     assert found == displays
+
+
+@pytest.mark.parametrize("callbacks", [[], [BestCheckpoint()]], ids=["none", "the run's"])
+def test_a_run_without_checkpoints_gets_none_of_lightnings(callbacks):
+    trainer = build_trainer({"accelerator": "cpu"}, callbacks=list(callbacks), logger=False)
+    assert trainer.checkpoint_callbacks == callbacks
 
 
 @pytest.mark.parametrize(
