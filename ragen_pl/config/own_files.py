@@ -31,9 +31,15 @@ def key_file() -> Path:
     return Path(home).expanduser() / "ragen_pl" / "key"
 
 
-def write_settings(file: Path, text: str) -> None:
-    """Write settings with this account's signature; without one where the account can keep no key."""
-    place = f"{_FOLDER}{json.dumps(str(file.parent.resolve()))}\n"
+def write_settings(file: Path, text: str, *, folder: Path | None = None) -> None:
+    """Write settings with this account's signature; without one where the account can keep no key.
+
+    Args:
+        file: The file.
+        text: The settings.
+        folder: Folder that the file is moved into; None for the one that it is written into.
+    """
+    place = f"{_FOLDER}{json.dumps(str((folder or file.parent).resolve()))}\n"
     signature = signed(text + place)
     lines = f"{place}{_SIGNATURE}{signature}\n" if signature else ""
     file.write_text(text + lines, encoding="utf-8")

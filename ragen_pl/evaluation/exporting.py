@@ -75,7 +75,8 @@ def export(cfg: DictConfig) -> Path:
         bundle.save(partial)
         if type(bundle.model).__module__.startswith(PACKAGE):
             _copy_code(partial)
-        write_settings(partial / EXPORTED, OmegaConf.to_yaml(_settings(cfg, bundle, merged=merged)))
+        settings = OmegaConf.to_yaml(_settings(cfg, bundle, merged=merged))
+        write_settings(partial / EXPORTED, settings, folder=folder)
     log.info("%-11s%s", "written to", folder)
     place = shlex.quote(path_override("ckpt", folder))
     log.info("%-11s%s", "evaluate", f"python -m ragen_pl.evaluate {place}")

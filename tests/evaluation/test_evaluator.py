@@ -16,6 +16,7 @@ from support.runs.composing import composed, evaluation_config, resolved
 from ragen_pl.assembly.weights import load_bundle, read_policy
 from ragen_pl.base.records import read_records
 from ragen_pl.config import ConfigError
+from ragen_pl.config.own_files import is_own_folder
 from ragen_pl.evaluation.comparison import compare
 from ragen_pl.evaluation.evaluator import Evaluation, evaluate
 from ragen_pl.evaluation.exporting import export
@@ -155,6 +156,10 @@ def test_an_exported_policy_knows_what_its_training_held_out(run: Path, tmp_path
     assert found.validation.episodes == 40 and trained.source.held_out == 12
     for key in ("held_out", "environment"):
         assert found.source[key] == trained.source[key]
+
+
+def test_an_exported_folder_counts_as_written_by_this_account(exported: Path) -> None:
+    assert is_own_folder(exported / "ragen_pl.yaml")
 
 
 def test_seed_changes_sampled_responses(run: Path, table: Evaluation, tmp_path: Path) -> None:
