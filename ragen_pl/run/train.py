@@ -48,6 +48,7 @@ from ragen_pl.base.seeding import seeded
 from ragen_pl.base.settings_files import SETTINGS, newest_settings
 from ragen_pl.base.stop_signals import Stopped, ending, stop_behind
 from ragen_pl.callbacks.checkpoint import BestCheckpoint, RunCheckpoint
+from ragen_pl.callbacks.collapse import Action, CollapseMonitor
 from ragen_pl.callbacks.random_state import RandomState
 from ragen_pl.callbacks.summary import RunSummary
 from ragen_pl.callbacks.unused_weights import UnusedWeights
@@ -64,7 +65,7 @@ from ragen_pl.checkpoints.rank_states import RankStatesError
 from ragen_pl.checkpoints.sharded_checkpoint import remove_leftovers, write_tensors
 from ragen_pl.checkpoints.starts import beginning_of, config_digest, counted_start, is_refusal
 from ragen_pl.config.ending import PLAIN
-from ragen_pl.config.environments import environment_configs
+from ragen_pl.config.environments import environment_configs, environment_nodes, is_mixture
 from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.config.nodes import plain
 from ragen_pl.config.own_files import is_own_folder
@@ -146,8 +147,7 @@ def train(cfg: DictConfig, *, checkpoint_bytes: int | None = None) -> TrainedRun
             ranks.agree(cfg, run)
         check_start(cfg)
         if first and checkpoint_bytes is not None:
-            kept = kept_checkpoints(build_named(cfg.callbacks))
-            check_space(run.folder, checkpoint=checkpoint_bytes, kept=kept)
+            check_space(run.folder, checkpoint=checkpoint_bytes, kept=kept_checkpoints(cfg))
         if first:
             log.info("building the model")
         components = build(cfg)
@@ -249,10 +249,15 @@ def open_run(cfg: DictConfig, run: Run) -> Iterator[None]:
             raise
 
 
-def kept_checkpoints(callbacks: Sequence[pl.Callback]) -> int:
+def kept_checkpoints(cfg: DictConfig) -> int:
     """Return the number of checkpoints that a run keeps, without those that it keeps without limit."""
+    callbacks = build_named(cfg.callbacks)
     kinds = instances(callbacks, pl.callbacks.ModelCheckpoint)
-    return sum(bool(one.save_last) + max(0, one.save_top_k) for one in kinds)
+    kept = sum(bool(one.save_last) + max(0, one.save_top_k) for one in kinds)
+    if is_mixture(cfg.env) and cfg.callbacks.get("best"):
+        kept += len(environment_nodes(cfg.env))
+    monitors = instances(callbacks, CollapseMonitor)
+    return kept + sum(Action.ROLLBACK in one.actions for one in monitors)
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from gymnasium import spaces
 from omegaconf import DictConfig, OmegaConf
 from support.runs.composing import composed
 
-from ragen_pl.config import ConfigError, check_config
+from ragen_pl.config import ConfigError, check_config, composition
 from ragen_pl.environments.calls import make_environment
 from ragen_pl.environments.check import check_environment
 from ragen_pl.run.checks import check_run, check_space
+from ragen_pl.run.train import kept_checkpoints
 
 FROZEN_LAKE = "envs:ragen/FrozenLake-v0"
 
@@ -133,6 +134,20 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(tmp_path, monkeypatc
         ConfigError, match=r"0\.0 GB are left on its disk, and 4 checkpoints of 0\.0 GB"
     ):
         check_space(tmp_path, checkpoint=1000, kept=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"env": "bandit"}, 3),
+        ({"env": "bandit", "callbacks.best": None, "callbacks.checkpoint.save_top_k": 0}, 1),
+        ({"env": "bandit", "callbacks.collapse.actions": ["warn", "rollback"]}, 4),
+        ({"env": "mixture", "env.environments": {"frozenlake": 2, "bandit": 1}}, 5),
+    ],
+    ids=["last, latest and best", "last", "and a good one", "and the best of each environment"],
+)
+def test_all_checkpoints_that_a_run_keeps_are_counted(settings, count) -> None:
+    assert kept_checkpoints(composition.composed("fit", {"model": "small_lm"} | settings)) == count
 
 
 def test_environment_check_imports_no_torch() -> None:
