@@ -102,7 +102,7 @@ def locate(
     """
     if ckpt_path not in (None, "last", "auto"):
         return _run_with_checkpoint(str(ckpt_path), run_dir=run_dir)
-    parent = Path(root).absolute() / name
+    parent = Path(root).expanduser().absolute() / name
     folder = _folder(parent, run_dir=run_dir, ckpt_path=ckpt_path, make=make)
     if ckpt_path == "last" and not (folder / "config.yaml").exists():
         raise FileNotFoundError(
@@ -175,13 +175,13 @@ def outside_processes() -> int:
 
 
 def _run_with_checkpoint(ckpt_path: str, *, run_dir: str | None) -> Run:
-    checkpoint = Path(ckpt_path).absolute()
+    checkpoint = Path(ckpt_path).expanduser().absolute()
     if not checkpoint.exists():
         raise FileNotFoundError(
             f"ckpt_path={ckpt_path}: there is no such file; give a checkpoint's path, last or auto"
         )
-    folder = Path(run_dir) if run_dir else run_of(checkpoint) or checkpoint.parent.parent
-    return Run(folder.absolute(), checkpoint, resumed=True)
+    folder = Path(run_dir or run_of(checkpoint) or checkpoint.parent.parent)
+    return Run(folder.expanduser().absolute(), checkpoint, resumed=True)
 
 
 def _folder(parent: Path, *, run_dir: str | None, ckpt_path: str | None, make: bool) -> Path:
@@ -189,7 +189,7 @@ def _folder(parent: Path, *, run_dir: str | None, ckpt_path: str | None, make: b
     if inherited:
         return Path(inherited)
     if run_dir:
-        return Path(run_dir).absolute()
+        return Path(run_dir).expanduser().absolute()
     if ckpt_path == "auto":
         # jobs that run at the same time would take each other's newest run
         raise FileNotFoundError(

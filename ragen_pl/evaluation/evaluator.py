@@ -354,5 +354,5 @@ def output_folder(cfg: DictConfig) -> Path:
     """Return the folder for an evaluation's files: `to`, or a new one that is made in the run or under `paths.root`."""
     if cfg.to is not None:
         return Path(cfg.to).expanduser().absolute()
-    home = Path(cfg.source.run) if cfg.source.run else Path(cfg.paths.root).absolute()
+    home = Path(cfg.source.run) if cfg.source.run else Path(cfg.paths.root).expanduser().absolute()
     return make_time_stamped(home / "evaluations")

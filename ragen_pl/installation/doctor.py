@@ -75,7 +75,7 @@ def examine(*, root: str = "runs") -> list[Finding]:
     return [
         *_installation(),
         *_machine(),
-        *_folder(Path(root)),
+        *_folder(Path(root).expanduser()),
         *_tracking(root),
         *_optional(),
     ]

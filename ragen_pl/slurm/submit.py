@@ -148,5 +148,5 @@ def _composed(overrides: list[str], *, directory: str | None) -> DictConfig:
 
 def _folder(cfg: DictConfig) -> Path:
     if cfg.paths.run_dir is not None:
-        return Path(cfg.paths.run_dir).absolute()
-    return time_stamped(Path(cfg.paths.root).absolute() / cfg.env.name)
+        return Path(cfg.paths.run_dir).expanduser().absolute()
+    return time_stamped(Path(cfg.paths.root).expanduser().absolute() / cfg.env.name)

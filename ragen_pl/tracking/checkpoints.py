@@ -128,13 +128,14 @@ def newest_run(root: str, *, name: str | None, which: str) -> Path:
     Raises:
         ConfigError: There is no such run.
     """
+    parent = Path(root).expanduser().absolute()
     for file in (f"{which}.ckpt", "last.ckpt"):
-        found = Path(root).absolute().glob(f"{name or '*'}/*/checkpoints/{file}")
+        found = parent.glob(f"{name or '*'}/*/checkpoints/{file}")
         runs = [path.parent.parent for path in found]
         runs = [run for run in runs if (run / "config.yaml").exists()]
         if runs:
             return max(runs, key=lambda run: time_of(run / "config.yaml"))
-    place = f"{Path(root).absolute()}/{name}" if name else str(Path(root).absolute())
+    place = f"{parent}/{name}" if name else str(parent)
     raise ConfigError(
         f"ckpt={which}: no run in {place} has a {which}.ckpt; train one, set paths.root=…, or give a checkpoint's path"
     )
@@ -227,7 +228,7 @@ def _origin(folder: Path) -> Path | None:
 
 def _run_in_mlflow(run_id: str, *, root: str) -> Path:
     """Return the folder of an MLflow run. It is searched under `root`, then in the tracking store."""
-    for file in Path(root).absolute().glob(f"*/*/{RUN_FILE}"):
+    for file in Path(root).expanduser().absolute().glob(f"*/*/{RUN_FILE}"):
         if known_run(file.parent).get("run_id") == run_id:
             return file.parent
     uri = tracking_uri(root)

@@ -47,7 +47,7 @@ def tracking_uri(root: str | Path, *, uri: str | None = None) -> str:
     """
     chosen = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root}/mlflow.db"
     file = chosen.removeprefix(_SQLITE)
-    return chosen if file == chosen else f"{_SQLITE}{Path(file).absolute()}"
+    return chosen if file == chosen else f"{_SQLITE}{Path(file).expanduser().absolute()}"
 
 
 def write_run_file(folder: Path, *, run_id: str, uri: str) -> None:

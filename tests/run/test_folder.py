@@ -11,6 +11,7 @@ import torch
 
 from ragen_pl.checkpoints.checkpoint_check import problem_of
 from ragen_pl.checkpoints.folder import Run, locate, make_time_stamped, sharing_with_children
+from ragen_pl.tracking.mlflow_run import tracking_uri
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,21 @@ def test_a_new_run_has_a_folder_named_after_the_time(find, tmp_path):
     assert run.checkpoint is None and not run.resumed
     assert run.checkpoints == run.folder / "checkpoints"
     assert run.warm_start == run.folder / "warm_start.pt"
+
+
+def test_places_may_begin_with_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    new = locate(root="~/runs", name="frozenlake", run_dir=None, ckpt_path=None)
+    assert new.folder.parent == tmp_path / "runs" / "frozenlake"
+    run = make_run(tmp_path / "mine")
+    given = locate(root="~/runs", name="frozenlake", run_dir="~/mine", ckpt_path="auto")
+    assert (given.folder, given.checkpoint) == (run, last(run))
+    path = "~/mine/checkpoints/last.ckpt"
+    for run_dir, folder in ((None, run), ("~/other", tmp_path / "other")):
+        found = locate(root="~/runs", name="frozenlake", run_dir=run_dir, ckpt_path=path)
+        assert (found.folder, found.checkpoint) == (folder, last(run))
+    assert tracking_uri("~/runs", uri=None).endswith(f"{tmp_path}/runs/mlflow.db")
 
 
 def test_runs_started_in_the_same_second_have_different_folders(find):
