@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import lightning.pytorch as pl
 from annotated_types import Ge
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import CountOrZero, Positive, declared
 from ragen_pl.base.distributed import StopRequestedError, any_over_ranks, gather_over_ranks
+from ragen_pl.base.instances import instances
 from ragen_pl.base.stop_signals import Stopped, ending, leave_terminal, stopping_signals
 from ragen_pl.callbacks.access import agent_of
 from ragen_pl.loops.hooks import RolloutCallback
@@ -209,7 +210,10 @@ class RunCheckpoint(RolloutCallback, ModelCheckpoint):
         """Stop between the batches of a validation if a signal was received."""
         # a rank without a signal asks the others at its last batch
         self._note_safe_point(trainer)
-        if _follows_update(trainer) and self._stop_requested_alone(trainer, pl_module):
+        # an average of the weights is in their place during a validation
+        averages = instances(trainer.callbacks, WeightAveraging)  # type: ignore[attr-defined]
+        alone = not averages and self._stop_requested_alone(trainer, pl_module)
+        if _follows_update(trainer) and alone:
             self._stop_if_requested(trainer)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

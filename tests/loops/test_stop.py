@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 
 from ragen_pl.callbacks.checkpoint import RunCheckpoint, SignalStop
@@ -60,6 +61,36 @@ def test_a_signal_in_a_rollout_leaves_the_state_before_it(setup_of, tmp_path):
     saved = stopped(setup_of(), tmp_path, grace_seconds=1e6, iteration=1)
     assert saved["RolloutDataModule"]["buffers"] == [None]
     assert saved["global_step"] == 4
+
+
+class SignalInValidation(pl.Callback):
+    """Note a signal in the first of two batches of the validation after the second iteration."""
+
+    def __init__(self, checkpoint: RunCheckpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *arguments: object
+    ) -> None:
+        if trainer.current_epoch == 1:
+            self.checkpoint.signals.received = signal.SIGTERM
+
+
+@pytest.mark.filterwarnings("ignore:You.re using the WeightAveraging")
+def test_a_run_that_averages_weights_goes_on_exactly_after_a_stop_in_a_validation(
+    setup_of, tmp_path
+):
+    setup = setup_of()
+    whole, _, _ = setup.fit(EMAWeightAveraging(decay=0.5))
+    checkpoint = RunCheckpoint(dirpath=str(tmp_path), grace_seconds=1e6)
+    stops, averages = SignalInValidation(checkpoint), EMAWeightAveraging(decay=0.5)
+    with pytest.raises(SignalStop):
+        setup.fit(stops, averages, checkpoint, enable_checkpointing=True)
+    file = str(tmp_path / "last.ckpt")
+    averages, again = EMAWeightAveraging(decay=0.5), RunCheckpoint(dirpath=str(tmp_path))
+    resumed, _, _ = setup.fit(averages, again, ckpt_path=file, enable_checkpointing=True)
+    weights = resumed.state_dict()
+    assert all(value.equal(weights[name]) for name, value in whole.state_dict().items())
 
 
 class SignalAtEnd(pl.Callback):
