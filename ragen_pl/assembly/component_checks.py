@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from hydra.utils import get_class, instantiate
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -89,6 +89,11 @@ def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[A
                 )
             if isinstance(callback, ModelCheckpoint):
                 _check_place(callback, key=f"callbacks.{name}.filename")
+            if isinstance(callback, StochasticWeightAveraging):
+                raise ValueError(
+                    f"callbacks.{name}: replaces the run's learning rates in the midst of it; set "
+                    "lightning.pytorch.callbacks.EMAWeightAveraging, which averages weights alone"
+                )
     with config_errors("algorithm"):
         engine = engine_class(cfg.rollout.engine)
         # another one is checked when it is there

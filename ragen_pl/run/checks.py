@@ -104,7 +104,7 @@ def check_files(cfg: DictConfig) -> None:
         problem = problem_of(file, folders=alone) if file and is_listed(file) else None
         if problem:
             raise ConfigError(f"{place}: {problem}; give another one, or delete it and start anew")
-    limit = cfg.trainer.get("max_epochs")
+    limit = OmegaConf.select(cfg, "trainer.max_epochs")
     done = (number_in(run.checkpoint, "epoch") or 0) if run.checkpoint else 0
     if limit is not None and 0 <= limit < done:
         raise ConfigError(

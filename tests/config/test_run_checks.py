@@ -170,6 +170,7 @@ def fit_config(root: Path, *overrides: str) -> DictConfig:
     return cfg
 
 
+OWN = "+callbacks.own._target_"
 WEIGHT = "algorithm.rewards.world_model.grounding_weight=0.5"
 ALARM = "callbacks.collapse.alarms.entropy"
 AHEAD = "rollout.iterations_ahead=1"
@@ -199,6 +200,11 @@ SERVER = "rollout/engine=vllm_server rollout.engine.urls=[http://127.0.0.1:9]"
             for name in ("/root", "../other", "a/../../b")
         ],
         ("callbacks.checkpoint.filename=a/b", None),
+        (
+            f"{OWN}=lightning.pytorch.callbacks.StochasticWeightAveraging +callbacks.own.swa_lrs=0.1",
+            "callbacks.own: replaces the run's learning rates",
+        ),
+        (f"{OWN}=lightning.pytorch.callbacks.EMAWeightAveraging", None),
         (
             "curriculum.stages=[{},{min_detour:many}]",
             r"curriculum.stages.1.min_detour=many: min_detour: found 'many', expected a whole number",
