@@ -262,10 +262,11 @@ _VALIDATION_SET = Arguments(
 )
 _LIGHTNING = Arguments(
     "lightning.pytorch.trainer.trainer.Trainer",
-    # set by the run itself
+    # set by the run itself, or against its loggers and checkpoints
     without=(
-        "callbacks", "default_root_dir", "enable_autolog_hparams", "enable_model_summary", "log_every_n_steps",
-        "logger", "model_registry", "num_sanity_val_steps", "plugins", "reload_dataloaders_every_n_epochs",
+        "barebones", "callbacks", "default_root_dir", "enable_autolog_hparams", "enable_checkpointing",
+        "enable_model_summary", "fast_dev_run", "log_every_n_steps", "logger", "model_registry",
+        "num_sanity_val_steps", "plugins", "reload_dataloaders_every_n_epochs",
     ),
 )  # fmt: skip
 # a fraction, or a count
