@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from hydra.utils import get_class, instantiate
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.algorithms.credit import Estimator
@@ -89,10 +94,11 @@ def check_components(cfg: DictConfig, environments: Mapping[str, gymnasium.Env[A
                 )
             if isinstance(callback, ModelCheckpoint):
                 _check_place(callback, key=f"callbacks.{name}.filename")
-            if isinstance(callback, StochasticWeightAveraging):
+            if isinstance(callback, StochasticWeightAveraging | GradientAccumulationScheduler):
                 raise ValueError(
-                    f"callbacks.{name}: replaces the run's learning rates in the midst of it; set "
-                    "lightning.pytorch.callbacks.EMAWeightAveraging, which averages weights alone"
+                    f"callbacks.{name}: {type(callback).__name__} changes learning rates or minibatches that are the "
+                    "run's; set lightning.pytorch.callbacks.EMAWeightAveraging for averages, "
+                    "trainer.accumulate_grad_batches for larger steps"
                 )
     with config_errors("algorithm"):
         engine = engine_class(cfg.rollout.engine)

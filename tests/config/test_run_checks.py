@@ -202,7 +202,12 @@ SERVER = "rollout/engine=vllm_server rollout.engine.urls=[http://127.0.0.1:9]"
         ("callbacks.checkpoint.filename=a/b", None),
         (
             f"{OWN}=lightning.pytorch.callbacks.StochasticWeightAveraging +callbacks.own.swa_lrs=0.1",
-            "callbacks.own: replaces the run's learning rates",
+            "callbacks.own: StochasticWeightAveraging changes learning rates or minibatches",
+        ),
+        (
+            f"{OWN}=lightning.pytorch.callbacks.GradientAccumulationScheduler "
+            "+callbacks.own.scheduling={0:2}",
+            "callbacks.own: GradientAccumulationScheduler changes learning rates or minibatches",
         ),
         (f"{OWN}=lightning.pytorch.callbacks.EMAWeightAveraging", None),
         (
