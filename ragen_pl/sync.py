@@ -18,7 +18,7 @@ def main(cfg: DictConfig) -> None:
     """Send it and print the result."""
     if not isinstance(cfg.run, str):
         raise ConfigError(f"run={cfg.run or 'null'}: expected a run's folder")
-    from ragen_pl.tracking.loggers import send_unsent
+    from ragen_pl.tracking.unsent import send_unsent
 
     print(send_unsent(Path(cfg.run).expanduser().absolute(), trusted=cfg.trust))
 

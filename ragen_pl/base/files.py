@@ -98,32 +98,6 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
         _synchronize(path.parent)
 
 
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder and move what is in it into `folder` at the end of the block.
-
-    An error in the block leaves `folder` as it was.
-
-    Args:
-        folder: Folder, which is made; what has the same names in it is replaced.
-    """
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    # inside, so that it is on the same disk
-    partial = Path(tempfile.mkdtemp(suffix=PARTIAL, dir=folder))
-    try:
-        yield partial
-        for path in partial.iterdir():
-            target = folder / path.name
-            if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target)
-            path.replace(target)
-    except BaseException:
-        shutil.rmtree(folder if made else partial, ignore_errors=True)
-        raise
-    partial.rmdir()
-
-
 def _synchronize(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -32,7 +32,7 @@ from ragen_pl.config.ending import or_exit
 from ragen_pl.config.environments import with_environments
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import leaves
-from ragen_pl.config.overrides import key_of, with_environment
+from ragen_pl.config.overrides import from_home, key_of, with_environment
 from ragen_pl.config.paths import check_packages, config_dir
 from ragen_pl.config.relations import ranks_asked_for, unread_overrides
 
@@ -64,7 +64,7 @@ def hydra_main(
         def main() -> None:
             atexit.register(end_without_collection)
             _import_from_here()
-            sys.argv[1:] = options_first(sys.argv[1:])
+            sys.argv[1:] = map(from_home, options_first(sys.argv[1:]))
             args = or_exit(lambda: parsed(sys.argv[1:], config_name=config_name))
             debug = wants_traceback(args.overrides)
 

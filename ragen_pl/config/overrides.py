@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -59,6 +60,18 @@ def key_of(line: str) -> str:
     'env.kwargs.size'
     """
     return line.partition("=")[0].lstrip("+~").partition("@")[0].replace("/", ".")
+
+
+def from_home(word: str) -> str:
+    """Return an override with the home folder in place of a `~/` that its value begins with.
+
+    A shell replaces one at the beginning of a word only.
+
+    >>> from_home("to=a~/b")
+    'to=a~/b'
+    """
+    key, _, value = word.partition("=")
+    return f"{key}={os.path.expanduser(value)}" if value.startswith("~/") else word
 
 
 def with_environment(overrides: Sequence[str], *, command: str) -> list[str]:

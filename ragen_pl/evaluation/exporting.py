@@ -9,6 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ragen_pl.assembly.weights import load_bundle
 from ragen_pl.base.constraints import path_override
-from ragen_pl.base.files import whole_folder
+from ragen_pl.base.files import PARTIAL
 from ragen_pl.base.finite import first_non_finite
 from ragen_pl.config.errors import ConfigError
 from ragen_pl.config.nodes import plain
@@ -71,7 +75,7 @@ def export(cfg: DictConfig) -> Path:
         return _export_adapters(bundle, folder)
     merged = has_adapters(bundle.model)
     merge_adapters(bundle.model)
-    with whole_folder(folder) as partial:
+    with _whole_folder(folder) as partial:
         bundle.save(partial)
         if type(bundle.model).__module__.startswith(PACKAGE):
             _copy_code(partial)
@@ -121,7 +125,7 @@ def _export_adapters(bundle: ModelBundle, folder: Path) -> Path:
             "(model.build.lora.init_lora_weights), so they do not fit the model that was loaded; leave it out to write "
             "the merged model"
         )
-    with whole_folder(folder) as partial:
+    with _whole_folder(folder) as partial:
         bundle.save(partial)
     base = next(iter(bundle.model.peft_config.values())).base_model_name_or_path
     log.info("%-11s%s", "written to", folder)
@@ -153,3 +157,29 @@ def _copy_code(folder: Path) -> None:
         for key, auto_map in maps.items():
             (config[key] if key else config)["auto_map"] = auto_map
         file.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+@contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder and move what is in it into `folder` at the end of the block.
+
+    An error in the block leaves `folder` as it was.
+
+    Args:
+        folder: Folder, which is made; what has the same names in it is replaced.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    # inside, so that it is on the same disk
+    partial = Path(tempfile.mkdtemp(suffix=PARTIAL, dir=folder))
+    try:
+        yield partial
+        for path in partial.iterdir():
+            target = folder / path.name
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            path.replace(target)
+    except BaseException:
+        shutil.rmtree(folder if made else partial, ignore_errors=True)
+        raise
+    partial.rmdir()

@@ -197,7 +197,7 @@ def _of_evaluation(place: str, folder: Path, question: Question, *, named: str) 
     policies, outcomes = set(), []
     for record in records.read_records(rows):
         policies.add(record.get("policy"))
-        outcomes.append(validations.outcome_of_record(record))
+        outcomes.append(_outcome_of(record))
     protocol = {name: about.get(name) for name in _GREEDY}
     trained = POLICY in policies and about.get("checkpoint") != "untrained"
     return Played(
@@ -313,3 +313,19 @@ def _check_panels(one: Played, other: Played, question: Question) -> None:
                 f"{one.place} and {other.place}: the episodes of seed {episode[0]} begin in other states; compare "
                 "runs of the same version of the environment"
             )
+
+
+def _outcome_of(record: Mapping[str, Any]) -> Outcome:
+    """Return how an episode of `ragen_pl.base.records` ended.
+
+    Raises:
+        ValueError: A value has another type.
+    """
+    outcome = {
+        **{name: record.get(name) for name in ("group", "member", "seed", "status", "success")},
+        "state": record.get("initial_state"),
+        "return": record.get("return"),
+        "turns": len(record["turns"]),
+        "response_tokens": sum(len(turn.get("response_ids", ())) for turn in record["turns"]),
+    }
+    return records.checked_types(Outcome, outcome, place="record")

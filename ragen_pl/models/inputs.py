@@ -7,8 +7,7 @@ belongs here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -168,25 +167,6 @@ def _by_type(mask: Mask, change: Callable[[Tensor], Tensor]) -> Mask:
 
 def _additive(mask: Tensor, masked: float, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, 0.0, masked).to(dtype)
-
-
-@contextmanager
-def embeddings_replaced(bundle: ModelBundle, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Run the decoder on changed input embeddings.
-
-    Args:
-        bundle: Model.
-        change: Returns the embeddings that enter the first layer instead of those given, `[rows, time, hidden]`.
-    """
-
-    def replace(layer: object, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (change(arguments[0]), *arguments[1:])
-
-    handle = bundle.first_layer.register_forward_pre_hook(replace)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @dataclass(frozen=True, slots=True)

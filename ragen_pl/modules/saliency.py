@@ -7,7 +7,8 @@ go by it (`masking.Importance`) are narrowed here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ragen_pl.algorithms.masks import top_in_turn
 from ragen_pl.data.batch import CreditLayout, Samples, TrajectoryBatch
-from ragen_pl.models.inputs import DecoderInputs, embeddings_replaced, run_decoder
+from ragen_pl.models.inputs import DecoderInputs, run_decoder
 from ragen_pl.modules.forward import (
     LOGITS_MIB,
     sample_inputs,
@@ -187,3 +188,22 @@ def record_importance(
     for span in SAMPLED_SPANS:
         of_span = samples.sampled & (samples.spans == span)
         statistics.add(span.name.lower(), scores, of_span, before=before, after=after)
+
+
+@contextmanager
+def embeddings_replaced(bundle: ModelBundle, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Run the decoder on changed input embeddings.
+
+    Args:
+        bundle: Model.
+        change: Returns the embeddings that enter the first layer instead of those given, `[rows, time, hidden]`.
+    """
+
+    def replace(layer: object, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (change(arguments[0]), *arguments[1:])
+
+    handle = bundle.first_layer.register_forward_pre_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()

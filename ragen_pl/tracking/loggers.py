@@ -24,21 +24,15 @@ from omegaconf import OmegaConf
 from ragen_pl.base.checked import checked
 from ragen_pl.base.constraints import Count
 from ragen_pl.base.files import disk_errors_of
-from ragen_pl.base.settings_files import newest_settings
-from ragen_pl.checkpoints.lock import hold
-from ragen_pl.config.errors import ConfigError, config_errors
-from ragen_pl.config.own_files import is_own_folder
 from ragen_pl.metrics.record import MetricsRecord, Point, RecordReader, entries
 from ragen_pl.tracking.mlflow_calls import FOLDER, LazyClient, RunCalls, last_position
 from ragen_pl.tracking.mlflow_process import process_of_run
 from ragen_pl.tracking.mlflow_run import (
-    RUN_FILE,
     UNTHINNED,
     check_address,
     check_reachable,
     flattened,
     known_run,
-    may_name,
     tracking_uri,
 )
 from ragen_pl.tracking.outbox import Outbox
@@ -53,8 +47,6 @@ _PARAM_LENGTH = 250
 _FLUSH_S = 20.0
 # to end MLflow's process, which has nothing left to do
 _END_S = 5.0
-# for the calls of a whole run
-_SYNC_S = 3600.0
 _STOPS = (KeyboardInterrupt, SystemExit, SIGTERMException)
 # Lightning adds `epoch` to every point, and the phases of a run count their steps from 0
 _NOT_LOGGED = frozenset({"epoch"})
@@ -176,7 +168,7 @@ class RunLogger(KeepsRecord, MLFlowLogger):
         self._sender = (
             self._process.sender(self.folder, trusted=trusted)
             if self._process
-            else _sender(self.folder, trusted=trusted)
+            else sender_of(self.folder, trusted=trusted)
         )
         self._outbox = Outbox(calls, self._sender)
         self._calls = RunCalls(self._outbox, folder=self.folder)
@@ -352,44 +344,7 @@ class RunCSVLogger(KeepsRecord, CSVLogger):  # type: ignore[misc]
             super().save()
 
 
-def send_unsent(folder: Path, *, trusted: bool = False) -> str:
-    """Send the unsent records of a run that has ended to MLflow; return a report.
-
-    Args:
-        folder: The run's folder.
-        trusted: Whether it is taken at its word, whoever wrote it.
-
-    Raises:
-        ConfigError: It cannot be sent, the run is under way, is not in MLflow, or may be somebody else's.
-    """
-    if not (trusted or is_own_folder(newest_settings(folder))):
-        from ragen_pl.config.trust import check_folder
-
-        check_folder(folder, key=f"run={folder}")
-    known = known_run(folder)
-    # a run's folder is in <root>/<environment>
-    if known and not (trusted or may_name(known, folder.parent.parent)):
-        raise ConfigError(
-            f"run={folder}: {RUN_FILE} names {known['tracking_uri']}, and nothing shows that this account wrote the "
-            "file, so nothing is sent there; set trust=true if you trust its author"
-        )
-    if not known:
-        raise ConfigError(
-            f"run={folder}: expected the folder of a run in MLflow, with its {RUN_FILE}"
-        )
-    with hold(folder), config_errors(f"run={folder}"):
-        sender = _sender(folder, trusted=trusted)
-        sender.check()
-        outbox = Outbox(folder / FOLDER, sender)
-        unsent = outbox.close(limit_s=_SYNC_S)
-    if unsent is not None:
-        raise ConfigError(
-            f"MLflow at {known['tracking_uri']}: {unsent}; start the server or repair the store, and repeat the command"
-        )
-    return f"MLflow at {known['tracking_uri']} has all of {folder}"
-
-
-def _sender(folder: Path, *, trusted: bool) -> MlflowSender:
+def sender_of(folder: Path, *, trusted: bool) -> MlflowSender:
     """Return the sender of a run's calls in this process."""
     from ragen_pl.tracking import mlflow_outbox
 

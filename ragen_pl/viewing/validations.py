@@ -7,9 +7,8 @@ these files, those of somebody else too: they are plain files of a limited size,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Le
 from typing_extensions import TypedDict
@@ -85,22 +84,6 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
         "turns": len(trajectory.turns),
         "response_tokens": sum(len(turn.response_ids) for turn in trajectory.turns),
     }
-
-
-def outcome_of_record(record: Mapping[str, Any]) -> Outcome:
-    """Return how an episode of `ragen_pl.base.records` ended.
-
-    Raises:
-        ValueError: A value has another type.
-    """
-    outcome = {
-        **{name: record.get(name) for name in ("group", "member", "seed", "status", "success")},
-        "state": record.get("initial_state"),
-        "return": record.get("return"),
-        "turns": len(record["turns"]),
-        "response_tokens": sum(len(turn.get("response_ids", ())) for turn in record["turns"]),
-    }
-    return checked_types(Outcome, outcome, place="record")
 
 
 def write_validation(validation: Validation, run: Path) -> Path:

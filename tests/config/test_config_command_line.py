@@ -90,6 +90,7 @@ def cpu_seconds() -> float:
         (["wrld=lake"], "unknown key wrld"),
         (["+environment=nope"], "environment=nope: no such option"),
         (["ckpt_path=gone.ckpt"], "ckpt_path=gone.ckpt: expected a path that exists"),
+        (["ckpt_path=~/gone.ckpt"], f"ckpt_path={Path.home()}/gone.ckpt: expected"),
         (["seed"], "seed: expected key=value; --help shows the keys"),
         (["runs/"], "runs/: expected key=value; --help shows the keys"),
         (["frozenlake"], "frozenlake: expected key=value; did you mean env=frozenlake?"),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from ragen_pl.algorithms.masks import top_in_turn
 from ragen_pl.data.collate import as_dummy_batch, collate
-from ragen_pl.models.inputs import embeddings_replaced, run_decoder
+from ragen_pl.models.inputs import run_decoder
 from ragen_pl.modules.forward import sample_inputs
 from ragen_pl.modules.masking import Importance, Masks
-from ragen_pl.modules.saliency import SaliencyReadout
+from ragen_pl.modules.saliency import SaliencyReadout, embeddings_replaced
 from ragen_pl.trajectory import Span
 
 

@@ -23,11 +23,12 @@ from support.servers.browser import record
 from ragen_pl.config import ConfigError
 from ragen_pl.config.own_files import write_settings
 from ragen_pl.tracking import loggers, mlflow_outbox
-from ragen_pl.tracking.loggers import RunLogger, send_unsent
+from ragen_pl.tracking.loggers import RunLogger
 from ragen_pl.tracking.mlflow_calls import RunCalls
 from ragen_pl.tracking.mlflow_process import MlflowProcess
 from ragen_pl.tracking.mlflow_run import check_address
 from ragen_pl.tracking.outbox import Outbox, RefusedError, calls_in
+from ragen_pl.tracking.unsent import send_unsent
 
 LIMIT_S = 120.0
 
