@@ -449,7 +449,7 @@ def read_image(folder: Path, name: object, *, formats: Sequence[str] = ("PNG",))
 
 
 def _entry(value: object) -> object:
-    """Return an entry of an environment's info, as text where JSON can't hold it: a key is a tuple, a list its item."""
+    """Return an entry of an environment's info, or its text where JSON can't hold it, such as keys that are tuples."""
     try:
         json_text(value, default=_plain)
     except (TypeError, ValueError, RecursionError):
