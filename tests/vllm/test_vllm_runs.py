@@ -41,7 +41,7 @@ def run_fit(folder: Path, kind: str, *overrides: str) -> subprocess.CompletedPro
     """Run `ragen_pl.fit` on a tiny model."""
     build(kind).save(folder / "model")
     env = "frozenlake" if kind == "text" else "frozenlake_visual"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "run")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.run(
         [sys.executable, "-m", "ragen_pl.fit", f"env={env}", *SMALL, *overrides],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
