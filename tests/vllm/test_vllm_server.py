@@ -217,7 +217,7 @@ def started_by(run: subprocess.Popen[bytes]) -> int:
 def test_its_server_ends_with_the_process(tmp_path):
     """Even one that is killed."""
     code = (
-        "import sys; sys.path.insert(0, 'tests'); import vllm_models; "
+        "import sys; sys.path.insert(0, 'tests'); from support.models import vllm_models; "
         "from ragen_pl.modules.policy import PolicyModule; "
         "from ragen_pl.engines.vllm_server import engine; "
         "engine.VLLMServerEngine(PolicyModule(vllm_models.build('text')), max_tokens=512)"
