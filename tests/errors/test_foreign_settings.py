@@ -357,7 +357,9 @@ def test_a_resumed_run_sends_nothing_where_a_folder_says(run, listener):
     uri, seen = listener
     tracked(run, uri)
     settings = {"trust": False, "paths": {"root": str(run.parent)}}
-    with pytest.raises(ConfigError, match=r"mlflow_run\.json: tracking_uri=http.*set \+logger\.uri"):
+    with pytest.raises(
+        ConfigError, match=r"mlflow_run\.json: tracking_uri=http.*set \+logger\.uri"
+    ):
         RunLogger(run_dir=str(run), settings=settings)
     assert not seen
 
