@@ -322,9 +322,11 @@ def write_records(records: Iterable[dict[str, Any]], folder: Path, *, file: str 
     """Write records as JSONL into a folder and return the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file
-    # an environment's texts may have lone surrogates
-    settings: Any = {"encoding": "utf-8", "errors": "replace"}
-    with atomic_write(path) as partial, partial.open("w", **settings) as stream:
+    with (
+        atomic_write(path) as partial,
+        # an environment's texts may have lone surrogates
+        partial.open("w", encoding="utf-8", errors="replace") as stream,
+    ):
         for record in records:
             stream.write(json_text(record, ensure_ascii=False, default=_plain) + "\n")
     return path

@@ -65,7 +65,7 @@ def key_of(line: str) -> str:
 def from_home(word: str) -> str:
     """Return an override with the home folder in place of a `~/` that its value begins with.
 
-    A shell replaces one at the beginning of a word only.
+    A shell expands `~` at the start of a word only, which is that of the key.
 
     >>> from_home("to=a~/b")
     'to=a~/b'

@@ -328,7 +328,7 @@ def measured_effects(
     ]
     if not effects:
         raise ConfigError(
-            "env: the continuations failed; see their errors above, and mend the environment"
+            "env: the continuations failed; see their errors above, and fix the environment"
         )
     return effects
 

@@ -223,7 +223,7 @@ class MetricsRecord:
         convert(folder)
         self.folder, self.file, self.phase = folder, folder / FILE, TRAINING
         self._lines = LinesFile(self.file)
-        # what was logged until the last resume, and what of it counts
+        # points until the last resume: all that were logged, and those that count
         self._ever, self._kept = LoggedPoints(), LoggedPoints()
         self._points: list[tuple[str, int, frozenset[str]]] = []
         for _, _, entry in entries(self.file):
