@@ -53,7 +53,6 @@ from ragen_pl.config.nodes import plain
 from ragen_pl.config.paths import config_dir
 from ragen_pl.engines.in_process.engine import TransformersEngine
 from ragen_pl.engines.protocol import GenerationRequest, Prompt
-from ragen_pl.memory.abstract import FakeKernels
 from ragen_pl.memory.dry_run import abstract_agent, minibatch_of
 from ragen_pl.memory.named import named_config
 from ragen_pl.memory.plan import plan_memory
@@ -332,7 +331,7 @@ def flops_of_a_position(cfg: DictConfig, shape: Microbatch) -> float:
     agent.train()
     # torch 2.14 does not count a fused attention without data
     math = sdpa_kernel(SDPBackend.MATH)
-    with FakeKernels(), math, FlopCounterMode(display=False) as counter:
+    with math, FlopCounterMode(display=False) as counter:
         with agent.trainer.precision_plugin.forward_context():
             loss = agent.loss(agent.scorer.score_minibatch(batch), batch).loss
         loss.backward()

@@ -1,13 +1,12 @@
 """Models without data: names, shapes and types of their tensors are known, and the tensors take no memory.
 
-They are built on the meta device. `without_data` then gives them PyTorch's fake tensors, on which they run as other
-models do, and return fake tensors. So what a run would allocate can be counted before anything is loaded.
+They are built on the meta device. `without_data` then gives them tensors of `ragen_pl.memory.tensors`, on which they
+run as other models do. So what a run would allocate can be counted before anything is loaded.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragen_pl.memory.named import named_config
@@ -41,89 +38,13 @@ from ragen_pl.models.vision_parts import vision_weights
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-# PyTorch logs the traceback of an operation that fails without data, and raises the error too
-logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-
 
 class UnknownSizesError(ValueError):
     """A model whose sizes cannot be known without asking the hub."""
 
 
-class FakeMode(FakeTensorMode):
-    """PyTorch's mode of fake tensors, which asks once whether there is a GPU, and not at each operation."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
-    @cached_property
-    def avoid_device_init(self) -> bool:
-        """Whether no GPU is to be initialised."""
-        return super().avoid_device_init
-
-
-_INDEXING = (
-    torch.ops.aten.index.Tensor,
-    torch.ops.aten.index_put.default,
-    torch.ops.aten.index_put_.default,
-)
 # transformers gives an implementation with "flash" in its name all windows at once
 _AT_ONCE, _PACKED_ON_GPU = "windows_at_once_flash", f"{PACKED}_on_gpu"
-_GROUPED = torch.ops.aten._grouped_mm.default
-
-
-class FakeKernels(TorchDispatchMode):
-    """Runs operations that PyTorch's fake tensors refuse and real ones do not.
-
-    A mask in an index is replaced by the positions that it selects, which PyTorch does not count. The matrices of
-    experts are multiplied in any floating-point type, of which PyTorch knows the result in bfloat16 only.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation."""
-        if func in _INDEXING:
-            args = (args[0], [*_positions(args[1])], *args[2:])
-        if func is _GROUPED and args[0].dtype is not torch.bfloat16:
-            halves = (matrix.bfloat16() for matrix in args[:2])
-            return func(*halves, *args[2:], **(kwargs or {})).to(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-def _positions(index: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    for indices in index:
-        if indices is None or indices.dtype is not torch.bool or isinstance(indices, FakeTensor):
-            yield indices
-        else:
-            yield from indices.nonzero(as_tuple=True)
-
-
-def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace parameters and buffers on the meta device by fake ones on the CPU; shared ones stay shared.
-
-    Args:
-        module: Module, changed in place.
-        mode: Mode that the fake tensors belong to.
-    """
-    made: dict[Tensor, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if tensor not in made:
-            with mode:
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-            is_weight = isinstance(tensor, nn.Parameter)
-            made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
-        return made[tensor]
-
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    tensors[name] = fake(tensor)  # type: ignore[assignment]
 
 
 def abstract_pretrained(model: Mapping[str, Any], *, on_gpu: bool = False) -> ModelBundle:

@@ -30,9 +30,10 @@ from ragen_pl.base.instances import instances
 from ragen_pl.config.nodes import plain
 from ragen_pl.data.batch import Minibatch, Samples
 from ragen_pl.engines.protocol import EngineMemory, RolloutSizes
-from ragen_pl.memory.abstract import FakeMode, NormWithoutData, abstract_pretrained, without_data
+from ragen_pl.memory.abstract import NormWithoutData, abstract_pretrained
 from ragen_pl.memory.live_memory import LiveMemory
 from ragen_pl.memory.named import is_pretrained
+from ragen_pl.memory.tensors import without_data
 from ragen_pl.memory.workload import Workload
 from ragen_pl.models.bundle import ModelBundle
 from ragen_pl.models.images import HELD_BYTES
@@ -93,7 +94,7 @@ def abstract_agent(cfg: DictConfig) -> AgentModule:
         enable_model_summary=False,
     )
     agent.cast_reference()
-    without_data(agent, FakeMode())
+    without_data(agent)
     return agent
 
 

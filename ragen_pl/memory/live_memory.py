@@ -1,4 +1,4 @@
-"""Count the bytes of tensors that code allocates, on real tensors or on those of `ragen_pl.memory.abstract`."""
+"""Count the bytes of tensors that code allocates, on real tensors or on those of `ragen_pl.memory.tensors`."""
 
 from __future__ import annotations
 

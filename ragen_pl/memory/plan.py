@@ -6,7 +6,6 @@ planned are the device's context and libraries, an allocator's fragmentation, an
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,7 +20,7 @@ from ragen_pl.config.errors import config_errors
 from ragen_pl.config.nodes import plain
 from ragen_pl.config.relations import ranks_asked_for
 from ragen_pl.engines.protocol import EngineMemory
-from ragen_pl.memory.abstract import FakeKernels, config_without_hub
+from ragen_pl.memory.abstract import config_without_hub
 from ragen_pl.memory.dry_run import (
     CountedEncoder,
     CountedUpdate,
@@ -220,51 +219,48 @@ def plan_memory(cfg: DictConfig, counts: Counts | None = None) -> MemoryPlan:
         # the warm start trains the encoder
         trained = OmegaConf.merge(cfg, {"update": {"freeze_vision": False}})
         agent = abstract_agent(cast("DictConfig", trained) if cfg.warm_start.enabled else cfg)
-        with FakeKernels(), warnings.catch_warnings():
-            # PyTorch looks at the gradient of each tensor that becomes a fake one
-            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
-            workload = workload_of(cfg, agent.policy.bundle)
-            update = counts.get(
-                "update",
+        workload = workload_of(cfg, agent.policy.bundle)
+        update = counts.get(
+            "update",
+            cfg,
+            workload,
+            lambda: count_update(agent, workload, on_gpu=on_gpu),
+            more=rows_to_run(workload.rows),
+        )
+        if cfg["update"].freeze_vision:
+            agent.policy.freeze_vision()
+
+        def prefill_bytes(rows: int) -> int:
+            return counts.get(
+                "prefill",
                 cfg,
                 workload,
-                lambda: count_update(agent, workload, on_gpu=on_gpu),
-                more=rows_to_run(workload.rows),
+                lambda: count_prefill(agent, workload, rows=rows),
+                more=rows,
             )
-            if cfg["update"].freeze_vision:
-                agent.policy.freeze_vision()
 
-            def prefill_bytes(rows: int) -> int:
-                return counts.get(
-                    "prefill",
-                    cfg,
-                    workload,
-                    lambda: count_prefill(agent, workload, rows=rows),
-                    more=rows,
-                )
-
-            # the trainer scores about as many tokens at once
-            rows = max(1, min(workload.episodes, agent.tokens_per_forward // workload.prompt))
-            per_position = prefill_bytes(rows) / (rows * workload.prompt)
-            size = None if device is None else device.size
-            engine = counts.get(
-                "engine",
+        # the trainer scores about as many tokens at once
+        rows = max(1, min(workload.episodes, agent.tokens_per_forward // workload.prompt))
+        per_position = prefill_bytes(rows) / (rows * workload.prompt)
+        size = None if device is None else device.size
+        engine = counts.get(
+            "engine",
+            cfg,
+            workload,
+            lambda: engine_memory(
                 cfg,
+                agent,
                 workload,
-                lambda: engine_memory(
-                    cfg,
-                    agent,
-                    workload,
-                    prefill_bytes=prefill_bytes,
-                    device=size,
-                    on_gpu=on_gpu,
-                ),
-                more=size,
-            )
-            encoder = counts.get("encoder", cfg, workload, lambda: count_encoder(agent, workload))
-            # no part of the count: plans with and without it share that
-            images = agent.policy.bundle.images
-            encoder = replace(encoder, frozen=images is not None and images.frozen)
+                prefill_bytes=prefill_bytes,
+                device=size,
+                on_gpu=on_gpu,
+            ),
+            more=size,
+        )
+        encoder = counts.get("encoder", cfg, workload, lambda: count_encoder(agent, workload))
+        # no part of the count: plans with and without it share that
+        images = agent.policy.bundle.images
+        encoder = replace(encoder, frozen=images is not None and images.frozen)
     weights = list(agent.policy.parameters())
     return MemoryPlan(
         phases=plan_phases(cfg, agent, workload, update, per_position, engine, encoder),

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoModelForImageTextToText, modeling_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragen_pl.memory.abstract import FakeMode
+from ragen_pl.memory.tensors import TensorWithoutData
 from ragen_pl.models.attention import PACKED, pack_images, packed_attention
 from ragen_pl.models.build import load_pretrained
 from ragen_pl.models.bundle import ModelBundle
@@ -158,21 +158,19 @@ def test_tensors_without_data_run_the_kernel_of_a_gpu(monkeypatch: pytest.Monkey
     """The plan of a GPU's memory: no copies of what is gathered by length."""
     monkeypatch.setattr("ragen_pl.models.attention._by_length", None)
     bounds = torch.tensor([0, 3, 10], dtype=torch.int32)
-    with FakeMode():
-        tensors = [
-            torch.empty(1, 2, 10, 80, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-        ]
-        query, key, value = tensors
-        output, _ = packed_attention(
-            torch.nn.Identity(),
-            query,
-            key,
-            value,
-            cu_seq_lens_q=bounds,
-            max_length_q=7,
-            on_gpu=True,
-        )
-        output.sum().backward()
+    empty = torch.empty(1, 2, 10, 80, dtype=torch.bfloat16, device="meta")
+    tensors = [TensorWithoutData(empty.clone(), requires_grad=True) for _ in range(3)]
+    query, key, value = tensors
+    output, _ = packed_attention(
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        cu_seq_lens_q=bounds,
+        max_length_q=7,
+        on_gpu=True,
+    )
+    output.sum().backward()
     assert output.shape == (1, 10, 2, 80) and output.dtype == torch.bfloat16
     assert all(each.grad is not None and each.grad.shape == each.shape for each in tensors)
 

@@ -11,7 +11,6 @@ from support.models.family_models import tiny
 from support.runs.composing import composed
 
 from ragen_pl.config import config_dir
-from ragen_pl.memory.abstract import FakeKernels
 from ragen_pl.memory.dry_run import abstract_agent
 from ragen_pl.memory.plan import plan_memory
 from ragen_pl.memory.workload import workload_of
@@ -111,10 +110,9 @@ def check_fits(preset, *, share):
 )
 def test_pictures_have_several_tokens_for_each_cell(preset):
     cfg = planned(preset, share=16)
-    with FakeKernels():
-        bundle = abstract_agent(cfg).policy.bundle
-        (image, *_) = workload_of(cfg, bundle).images
-        assert bundle.num_image_tokens(image) == 100
+    bundle = abstract_agent(cfg).policy.bundle
+    (image, *_) = workload_of(cfg, bundle).images
+    assert bundle.num_image_tokens(image) == 100
 
 
 @pytest.mark.slow
