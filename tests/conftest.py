@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +24,25 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 # an example may take long on a busy machine
 settings.register_profile("any_load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any_load")
+# when garbage collections last left the objects of imports out
+_imported: set[str] = set()
+# nanobind reports what is not collected at the end as leaked
+atexit.register(gc.unfreeze)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Print a failure when it happens, which a run that is cut off would not show."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n{report.nodeid} failed in {report.when}:\n{report.longreprtext}", flush=True)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Leave what many imports have made, a million objects, out of garbage collections, as a run does."""
+    if len(sys.modules) > len(_imported) + 100:
+        _imported.update(sys.modules)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

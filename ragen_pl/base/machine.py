@@ -96,6 +96,10 @@ def resident_memory() -> int | None:
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
     """Leave the objects that exist now out of garbage collections, which take long where torch is imported."""
+    if gc.get_freeze_count():
+        # those of imports are left out already, and would no longer be after `unfreeze`
+        yield
+        return
     gc.freeze()
     try:
         yield
