@@ -21,7 +21,7 @@ from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.environments.calls import EnvironmentCalls, manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
 from ragen_pl.environments.members import EnvironmentMembers
-from ragen_pl.prompts.hint import HINTED_REQUEST
+from ragen_pl.prompts.hint import HINTED_REQUEST, Hint
 from ragen_pl.prompts.parsing import named_actions
 from ragen_pl.trajectory import Observation
 
@@ -136,6 +136,9 @@ class _Check:
         self.manager = EnvironmentManager(**settings)
         self._says_success = False
         self._first: list[_Moment] = []
+        with config_errors("algorithm.loss.kl.hint"):
+            self._hint: Hint | None = instantiate(OmegaConf.select(cfg, "algorithm.loss.kl.hint"))
+        self._has_hint = False
 
     def run(self) -> None:
         """Play and compare.
@@ -171,6 +174,12 @@ class _Check:
             self._check_scripted_policy(slot, policy, key=key)
         with only_new_garbage():
             self._check_episodes()
+        # in a mixture another environment may have hints
+        self._require(
+            self._hint is None or self._has_hint or self._needs_success,
+            "no state of its random episodes has a hint, so the teacher would read what the policy reads; let plan() "
+            "and describe() return a text (of a lake: env.kwargs.plans=true), or set algorithm.loss.kl.hint=null",
+        )
         self._check_stages()
         self._warn_of_garbage()
         self._require(
@@ -253,12 +262,23 @@ class _Check:
         assert slot.observation is not None
         moments = [_Moment(slot.observation, 0.0, slot.state_key)]
         for _ in range(min(steps, self.manager.max_turns)):
+            self._look_for_hint(slot)
             action = self.calls.call("random_action(rng)", partial(self._random_action, rng))
             reward, ended = self._step(slot, _TEXT if action is None else action)
             moments.append(_Moment(slot.observation, reward, slot.state_key))
             if ended:
                 break
         return moments
+
+    def _look_for_hint(self, slot: EnvironmentSlot) -> None:
+        """Note whether a teacher reads more of a state than the policy."""
+        if self._hint is None or self._has_hint:
+            return
+        shown, members = slot.observation, slot.members
+        assert shown is not None
+        state = self.calls.call("describe()", members.describe)
+        plan = self.calls.call("plan()", members.plan)
+        self._has_hint = self._hint.observation(shown, state=state, plan=plan) is not shown
 
     def _random_action(self, rng: np.random.Generator) -> int | str | None:
         """Return an action that the environment draws; None of free texts where it draws none."""

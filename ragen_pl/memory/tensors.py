@@ -7,8 +7,8 @@ GPU's do. PyTorch's fake tensors do the same at a multiple of the time, and refu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,16 +95,17 @@ class TensorWithoutData(Tensor):
         return _wrapped(result, given)
 
 
-def _described(values: Any) -> tuple[Any, ...]:
+def _described(values: Iterable[Any]) -> tuple[Any, ...]:
     described: list[Any] = []
     for value in values:
-        if isinstance(value, Tensor):
-            described.append(_Shape(value.size(), value.stride(), value.dtype))
-        elif isinstance(value, (list, tuple)):
-            described.append(_described(value))
-        else:
-            # 1, 1.0 and True have one hash
-            described.append((type(value), value))
+        match value:
+            case Tensor():
+                described.append(_Shape(value.size(), value.stride(), value.dtype))
+            case list() | tuple():
+                described.append(_described(value))
+            case _:
+                # 1, 1.0 and True have one hash
+                described.append((type(value), value))
     return tuple(described)
 
 
@@ -136,43 +137,48 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any
 
 def _positions(index: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
     for indices in index:
-        no_mask = indices is None or indices.dtype is not torch.bool
-        if no_mask or isinstance(indices, TensorWithoutData):
-            yield indices
-        else:
-            yield from cast("Tensor", indices).nonzero(as_tuple=True)
+        match indices:
+            case Tensor(dtype=torch.bool) if type(indices) is not TensorWithoutData:
+                yield from indices.nonzero(as_tuple=True)
+            case _:
+                yield indices
 
 
 def _on_meta(value: Any, given: _Given) -> Any:
-    if isinstance(value, Tensor):
-        if isinstance(value, TensorWithoutData):
+    match value:
+        case TensorWithoutData():
             meta = value.meta
-        else:
+        case Tensor():
             size, stride = value.size(), value.stride()
             meta = torch.empty_strided(size, stride, dtype=value.dtype, device=_META)
-        given[id(meta)] = value, meta
-        return meta
-    if isinstance(value, (list, tuple)):
-        return [_on_meta(each, given) for each in value]
-    return _META if isinstance(value, torch.device) else value
+        case list() | tuple():
+            return [_on_meta(each, given) for each in value]
+        case torch.device():
+            return _META
+        case _:
+            return value
+    given[id(meta)] = value, meta
+    return meta
 
 
 def _wrapped(result: Any, given: _Given) -> Any:
     """Return an operation's result; what it changed in place is the argument."""
-    if isinstance(result, (list, tuple)):
-        return type(result)([_wrapped(each, given) for each in result])
-    if not isinstance(result, Tensor):
-        return result
-    if id(result) not in given:
-        if result.is_inference() or not torch.is_inference_mode_enabled():
+    match result:
+        case list() | tuple():
+            return type(result)([_wrapped(each, given) for each in result])
+        case Tensor() if id(result) in given:
+            changed, _ = given[id(result)]
+            if changed.size() != result.size():
+                raise NotImplementedError("an operation changes the shape of a tensor without data")
+            return changed
+        case Tensor() if torch.is_inference_mode_enabled() and not result.is_inference():
+            # a view of a tensor that was made outside of the inference mode
+            with torch.inference_mode(mode=False):
+                return TensorWithoutData(result)
+        case Tensor():
             return TensorWithoutData(result)
-        # a view of a tensor that was made outside of the inference mode
-        with torch.inference_mode(mode=False):
-            return TensorWithoutData(result)
-    changed, _ = given[id(result)]
-    if changed.size() != result.size():
-        raise NotImplementedError("an operation changes the shape of a tensor without data")
-    return changed
+        case _:
+            return result
 
 
 def _shapes_of_new(func: Any, result: Any, given: _Given) -> _Shape | tuple[_Shape, ...] | None:

@@ -18,6 +18,7 @@ from ragen_pl.data.datamodule import RolloutDataModule
 from ragen_pl.data.settings import IterationSettings
 from ragen_pl.engines.errors import RolloutError
 from ragen_pl.environments.calls import make_environment
+from ragen_pl.environments.check import check_environments
 from ragen_pl.environments.manager import EnvironmentManager
 from ragen_pl.metrics.rollout import rollout_metrics
 from ragen_pl.models.distribution import log_distribution
@@ -148,6 +149,24 @@ def test_an_iteration_without_a_hint_is_an_error(make) -> None:
     module, bundle = module_of(make.bundle(), plans=False), make.bundle()
     with pytest.raises(RolloutError, match="no turn of the iteration has a hint"):
         module.collect(0, Module(bundle))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has"),
+    [
+        (("env.kwargs.plans=false",), False),
+        (("env.kwargs.plans=true",), True),
+        # the state is described without plans
+        (("env.kwargs.plans=false", "algorithm.loss.kl.hint.template='{state}'"), True),
+    ],
+)
+def test_an_environment_without_a_hint_is_refused_before_a_model_is_built(overrides, has) -> None:
+    cfg = composed("env=frozenlake", "algorithm=opsd", *overrides)
+    if has:
+        check_environments(cfg)
+        return
+    with pytest.raises(ConfigError, match="no state of its random episodes has a hint"):
+        check_environments(cfg)
 
 
 def test_a_context_holds_the_teachers_prompt_too(make) -> None:
