@@ -459,9 +459,13 @@ def _turn_result(slot: EnvironmentSlot, outcome: Outcome[TurnResult]) -> TurnRes
 
 
 def _close_all(environments: Sequence[_InThread], workers: EnvironmentWorkers[Any]) -> None:
-    """Close environments in their threads. The main thread waits for them; their own threads must not."""
+    """Close environments in their threads. The main thread waits for them.
+
+    Another one, in which the manager is collected as garbage, must not: it may be one of theirs, or the one that
+    answers their programs.
+    """
     jobs = [(worker, env.close) for env, worker in environments]
     if threading.current_thread() is threading.main_thread():
         workers.run(jobs)
     else:
-        workers.submit(jobs)
+        threading.Thread(target=workers.run, args=(jobs,)).start()

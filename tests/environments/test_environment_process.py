@@ -2,6 +2,8 @@
 
 import gc
 import os
+import queue
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +138,28 @@ def test_a_manager_that_holds_states_out_keeps_the_environments_of_the_first_one
     del held, slots, slot
     gc.collect()
     assert process.wait(10.0) == 0
+
+
+def test_a_thread_in_which_garbage_is_collected_closes_no_environment(monkeypatch):
+    """It may be the one that answers the programs of the environments."""
+    closed: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+
+    def close(env: object) -> None:
+        closed.put(threading.current_thread())
+
+    monkeypatch.setattr("envs.bandit.Bandit.close", close)
+    manager = EnvironmentManager(target="envs.bandit.Bandit", workers=1, timeout_s=None)
+    manager.open([EpisodeSpec(group=0, member=0, seed=0)])
+    manager.itself = manager
+    collecting = threading.Thread(target=gc.collect)
+    gc.disable()
+    try:
+        del manager
+        collecting.start()
+        collecting.join()
+    finally:
+        gc.enable()
+    assert closed.get(timeout=60.0) not in (collecting, threading.main_thread())
 
 
 def test_an_episode_is_the_same_in_a_process():
