@@ -116,7 +116,8 @@ $(VENV)/.installed-dev: pyproject.toml .ci/constraints.txt | $(PY)
 	$(call install,$(PY)) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
-# What tests import is compiled once, beside the type checker, and not by each process of the test run at its start.
+# Imports of the tests, compiled once beside the type checker, and not by each process of the test run at its start. A
+# test that cannot be imported fails in that run.
 $(VENV)/.compiled: $(VENV)/.installed-dev
 	@$(ONE_THREAD) $(PY) -m pytest --collect-only -qq >/dev/null || true
 	@touch $@

@@ -13,7 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.models.tiny_models import TEXT, VISION
 
+from ragen_pl.base.machine import rarer_collections
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ragen_pl.models.bundle import ModelBundle
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,7 +46,13 @@ def pytest_runtest_logfinish() -> None:
         _imported.update(sys.modules)
         gc.collect()
         gc.freeze()
-        gc.set_threshold(10_000)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _collections() -> Iterator[None]:
+    """Look for garbage as rarely as a run does."""
+    with rarer_collections():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,6 +37,7 @@ from ragen_pl.environments.manager import EpisodeSpec
 from ragen_pl.metrics.failures import FailureStatistics
 from ragen_pl.metrics.rollout import RolloutStatistics, comparable
 from ragen_pl.prompts.context import ContextManager
+from ragen_pl.prompts.hint import UNHINTED
 from ragen_pl.rewards.shaping import RewardFunction, check_terms
 from ragen_pl.rollout.proxy import AgentProxy, Progress
 from ragen_pl.rollout.responders import EngineResponder, Responder
@@ -400,9 +401,7 @@ class RolloutDataModule(MinibatchDataModule):
         self.metrics = failure_statistics.compute() | self._played_metrics(trajectories)
         if self.metrics.get("hinted_fraction") == 0:
             raise RolloutError(
-                "algorithm.loss.kl.hint: no turn of the iteration has a hint, so the teacher would read what the "
-                "policy reads; let plan() and describe() of the environment return a text (of a lake: "
-                "env.kwargs.plans=true), or set algorithm.loss.kl.hint=null"
+                f"algorithm.loss.kl.hint: no turn of the iteration has a hint, {UNHINTED}"
             )
         self.metrics["dropped_groups"] = float(usable.dropped_groups)
         resent = None if self._engine is None else resent_by(self._engine)

@@ -21,7 +21,7 @@ from ragen_pl.config.errors import ConfigError, config_errors
 from ragen_pl.environments.calls import EnvironmentCalls, manager_settings
 from ragen_pl.environments.manager import EnvironmentManager, EnvironmentSlot, EpisodeSpec
 from ragen_pl.environments.members import EnvironmentMembers
-from ragen_pl.prompts.hint import HINTED_REQUEST, Hint
+from ragen_pl.prompts.hint import HINTED_REQUEST, UNHINTED, Hint
 from ragen_pl.prompts.parsing import named_actions
 from ragen_pl.trajectory import Observation
 
@@ -136,8 +136,10 @@ class _Check:
         self.manager = EnvironmentManager(**settings)
         self._says_success = False
         self._first: list[_Moment] = []
+        # in a mixture another environment may have hints
+        hint = None if says_success else OmegaConf.select(cfg, "algorithm.loss.kl.hint")
         with config_errors("algorithm.loss.kl.hint"):
-            self._hint: Hint | None = instantiate(OmegaConf.select(cfg, "algorithm.loss.kl.hint"))
+            self._hint: Hint | None = instantiate(hint)
         self._has_hint = False
 
     def run(self) -> None:
@@ -174,11 +176,9 @@ class _Check:
             self._check_scripted_policy(slot, policy, key=key)
         with only_new_garbage():
             self._check_episodes()
-        # in a mixture another environment may have hints
         self._require(
-            self._hint is None or self._has_hint or self._needs_success,
-            "no state of its random episodes has a hint, so the teacher would read what the policy reads; let plan() "
-            "and describe() return a text (of a lake: env.kwargs.plans=true), or set algorithm.loss.kl.hint=null",
+            self._hint is None or self._has_hint,
+            f"no state of its random episodes has a hint, {UNHINTED}",
         )
         self._check_stages()
         self._warn_of_garbage()

@@ -13,6 +13,11 @@ from ragen_pl.trajectory import Observation
 _KEY = "algorithm.loss.kl.hint"
 HINTED_REQUEST = f"{_KEY}: a program's request has no place for a hint; set {_KEY}=null"
 """Problem of hints for an agent program."""
+UNHINTED = (
+    "so the teacher would read what the policy reads; let plan() and describe() of the environment return a text (of a "
+    f"lake: env.kwargs.plans=true), or set {_KEY}=null"
+)
+"""Consequence of episodes without a hint, and the remedies."""
 
 
 @checked

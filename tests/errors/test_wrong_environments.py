@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.runs.composing import composed
 
-from ragen_pl.base.machine import resident_memory, used_memory
+from ragen_pl.base.machine import only_new_garbage, resident_memory, used_memory
 from ragen_pl.config import ConfigError, config_dir
 from ragen_pl.environments.check import check_environment
 from ragen_pl.run.baselines import warn_of_garbage
@@ -134,6 +135,14 @@ def test_an_environment_that_keeps_memory_is_reported(custom, monkeypatch, tmp_p
     assert "MiB of memory" not in caplog.text
     checked(custom, monkeypatch, tmp_path, "Hoards")
     assert re.search(r"Hoards: each episode keeps about [78] MiB of memory; free it", caplog.text)
+
+
+def test_objects_of_imports_stay_out_of_collections_after_a_check():
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with only_new_garbage():
+        gc.collect()
+    assert gc.get_freeze_count() > before // 2
 
 
 def test_pages_of_files_are_no_memory_in_use(tmp_path):

@@ -49,7 +49,7 @@ def example(*, data: bool) -> Tensor:
 
 
 def facts(result: Any) -> Any:
-    """What can be known of a result without its values."""
+    """Properties of a result that need no values."""
     if not isinstance(result, Tensor):
         return [*map(facts, result)]
     assert not isinstance(result, TensorWithoutData) or result.meta.is_meta
